@@ -1,0 +1,3 @@
+"""headrace: an asyncio-native LLM server for one node, made for long, shared contexts."""
+
+__version__ = "0.1.0"

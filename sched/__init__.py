@@ -1,0 +1,1 @@
+"""The scheduler: requests, batches, policies, stages, executors. Knows nothing of HTTP, text or torch."""
