@@ -77,11 +77,20 @@ class SocketTransport:
             raise TransportClosed from error
 
     def close(self) -> None:
+        self._on_close = None
+        self._shut()
+
+    def _shut(self) -> None:
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
             self._sock.close()
+
+    def drain(self) -> None:
+        """Deliver what has arrived, without waiting for the loop: the last words of a peer that has ended."""
+        if not self._closed:
+            self._readable()
 
     def _keep(self, message: bytes) -> None:
         if len(self._backlog) >= MAX_BACKLOG_MESSAGES:
@@ -119,9 +128,12 @@ class SocketTransport:
 
     def _lose(self, reason: str) -> None:
         if not self._closed:
-            self.close()
-            if self._on_close is not None:
-                self._loop.call_soon(self._on_close, reason)
+            self._shut()
+            self._loop.call_soon(self._report, reason)
+
+    def _report(self, reason: str) -> None:
+        if self._on_close is not None:
+            self._on_close(reason)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

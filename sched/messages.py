@@ -6,13 +6,16 @@ an integer handle that the server chooses and never uses twice.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.ops.wire import F32, I32
+
+MAX_LOGIT_BIASES: Final = 1024
+"""Entries of `logit_bias`, and ids of `stop_ids`, that one request may have."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "error"]
 

@@ -1,0 +1,140 @@
+"""The allocator of one group's device pages: which are free, who owns the rest, and what a returned page outlives.
+
+in     `take`, `hand_over`, `give_back` with a fence; completions of steps and transfers
+out    page numbers
+state  the free stack, one owner byte a page, pages behind fences
+owner  `KvCache`; nothing else calls it
+ready  a taken page may be written by commands sent after the `take`
+end    a page is free again when its fence is complete: the last launched step that touches it and every transfer
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.ops.wire import I32
+
+
+class Owner(IntEnum):
+    """Who may give a page back. Exactly one at a time."""
+
+    FREE = 0
+    REQUEST = 1
+    INDEX = 2
+    FENCED = 3
+
+
+class Fence(NamedTuple):
+    """What a page must outlive before it is reused."""
+
+    after_step: int = -1
+    """The last launched step that reads or writes it; -1 for none."""
+    transfers: tuple[int, ...] = ()
+    """Copies from or to it that have not been acknowledged."""
+
+
+class _Held(NamedTuple):
+    after_step: int
+    order: int
+    pages: I32
+    transfers: frozenset[int]
+
+
+class PagePool:
+    """Pages 0..num_pages - 1 of one layer group."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.completed_step = -1
+        self._order = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Every page is free: at the start, and when the device is gone and its fences are moot."""
+        num_pages = self.num_pages
+        self.owner: NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
+        self.free_pages = num_pages
+        self.fenced_pages = 0
+        # Low pages are on top, so that a short run touches few of the pool's bytes.
+        self._free: I32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._held: list[_Held] = []
+        self._waiting_for: dict[int, list[_Held]] = {}
+        self._open_transfers: dict[int, None] = {}
+
+    def take(self, count: int) -> I32 | None:
+        """`count` pages for a request, or None if fewer are free (nothing is taken then)."""
+        if count > self.free_pages:
+            return None
+        self.free_pages -= count
+        pages = self._free[self.free_pages : self.free_pages + count][::-1].copy()
+        assert not self.owner[pages].any(), "a page on the free stack has an owner"
+        self.owner[pages] = Owner.REQUEST
+        return pages
+
+    def hand_over(self, pages: I32, giver: Owner, taker: Owner) -> None:
+        """Change the owner of pages that `giver` owns."""
+        assert (self.owner[pages] == giver).all(), f"pages {pages} are not all owned by {giver.name}"
+        self.owner[pages] = taker
+
+    def give_back(self, pages: I32, giver: Owner, fence: Fence) -> None:
+        """Return pages of `giver`; they are free when the fence is complete."""
+        if not len(pages):
+            return
+        self.hand_over(pages, giver, Owner.FENCED)
+        self.fenced_pages += len(pages)
+        self._order += 1
+        held = _Held(fence.after_step, self._order, pages, frozenset(fence.transfers))
+        if held.after_step > self.completed_step:
+            heapq.heappush(self._held, held)
+        else:
+            self._pass_step(held)
+
+    def open_transfer(self, transfer: int) -> None:
+        """A copy that fences may name has begun."""
+        self._open_transfers[transfer] = None
+
+    def complete_step(self, step: int) -> None:
+        """All commands of `step`, and so of every step before it, have completed."""
+        assert step >= self.completed_step
+        self.completed_step = step
+        while self._held and self._held[0].after_step <= step:
+            self._pass_step(heapq.heappop(self._held))
+
+    def complete_transfer(self, transfer: int) -> None:
+        """The copy was acknowledged, cancelled for good, or its process reaped."""
+        self._open_transfers.pop(transfer, None)
+        for held in self._waiting_for.pop(transfer, ()):
+            if not any(other in self._open_transfers for other in held.transfers):
+                self._free_now(held.pages)
+
+    def check(self) -> None:
+        """Raise AssertionError unless free and fenced pages are what the owner bytes say, each once."""
+        free = self._free[: self.free_pages]
+        assert len(np.unique(free)) == self.free_pages, "a page is free twice"
+        assert not self.owner[free].any(), "a free page has an owner"
+        waiting = {held.order: held for queue in self._waiting_for.values() for held in queue}
+        fenced: Sequence[I32] = [held.pages for held in (*self._held, *waiting.values())]
+        flat = np.concatenate(fenced) if fenced else np.zeros(0, np.int32)
+        assert len(np.unique(flat)) == len(flat) == self.fenced_pages, "a page is fenced twice"
+        assert (self.owner[flat] == Owner.FENCED).all(), "a fenced page has another owner"
+        counts = np.bincount(self.owner, minlength=len(Owner))
+        assert counts[Owner.FREE] == self.free_pages and counts[Owner.FENCED] == self.fenced_pages, counts
+
+    def _pass_step(self, held: _Held) -> None:
+        pending = [transfer for transfer in sorted(held.transfers) if transfer in self._open_transfers]
+        if not pending:
+            self._free_now(held.pages)
+        for transfer in pending:
+            self._waiting_for.setdefault(transfer, []).append(held)
+
+    def _free_now(self, pages: I32) -> None:
+        self.owner[pages] = Owner.FREE
+        self._free[self.free_pages : self.free_pages + len(pages)] = pages
+        self.free_pages += len(pages)
+        self.fenced_pages -= len(pages)

@@ -1,0 +1,124 @@
+"""What a step costs, how many prefill tokens fit into it, and when to launch the next one.
+
+in     costs measured by the worker's warm-up; steps launched and done
+out    predicted ms; a token budget; a time to launch
+state  four coefficients and two running corrections; the predicted end of the last launched step
+owner  the engine
+ready  from the start: without measurements the budget is the fixed one and launches are immediate
+end    with the engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from headrace.ops.wire import StepCost
+
+TARGET_STEP_MS: Final = 200.0
+"""A mixed step's bound where the budget is free: the longest gap between two decode steps."""
+FIXED_BUDGET_TOKENS: Final = 2048
+"""Prefill tokens a step where nothing was measured."""
+LONG_STEP_MS: Final = 20.0
+"""Past this a step is launched shortly before its predecessor ends, so that arrivals need not wait a whole one more."""
+LAUNCH_LEAD_MS: Final = 3.0
+_SMOOTHING: Final = 0.1
+
+
+class CostModel:
+    """Predicted ms of a step: `base + row x decode rows + token x prefill tokens + pair x (prefill tokens x context)`.
+
+    The last term is attention. Two factors, for plain decode and for mixed steps, follow what is observed.
+    """
+
+    def __init__(self, costs: Sequence[StepCost]) -> None:
+        self.measured = bool(costs)
+        decode = sorted((cost.decode_rows, cost.step_ms) for cost in costs if not cost.prefill_tokens)
+        first, last = (decode[0], decode[-1]) if decode else ((0, 0.0), (0, 0.0))
+        spread = last[0] - first[0]
+        self.row_ms = max(0.0, (last[1] - first[1]) / spread) if spread else 0.0
+        self.base_ms = max(0.0, first[1] - first[0] * self.row_ms)
+        prefill = [cost for cost in costs if cost.prefill_tokens]
+        fresh = [cost for cost in prefill if cost.context_tokens <= cost.prefill_tokens]
+        self.token_ms = max((self._rest(cost) / cost.prefill_tokens for cost in fresh[-1:]), default=0.0)
+        deep = max(prefill, key=lambda cost: cost.context_tokens, default=None)
+        self.pair_ms = 0.0
+        if deep is not None and deep.context_tokens > deep.prefill_tokens:
+            attention_ms = self._rest(deep) - self.token_ms * deep.prefill_tokens
+            self.pair_ms = max(0.0, attention_ms / (deep.prefill_tokens * deep.context_tokens))
+        self._decode_factor = self._mixed_factor = 1.0
+
+    def predict_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:
+        """`prefill_pairs`: the sum over chunks of tokens x context."""
+        factor = self._mixed_factor if prefill_tokens else self._decode_factor
+        return factor * self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
+
+    def observe(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int, step_ms: float) -> None:
+        """A step took `step_ms` on the device."""
+        raw_ms = self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
+        if raw_ms <= 0.0:
+            return
+        # One stall of the machine must not halve the budget: a single step counts as at most four times the model.
+        ratio = min(4.0, max(0.25, step_ms / raw_ms))
+        if prefill_tokens:
+            self._mixed_factor += _SMOOTHING * (ratio - self._mixed_factor)
+        else:
+            self._decode_factor += _SMOOTHING * (ratio - self._decode_factor)
+
+    def prefill_tokens(self, decode_rows: int, context_tokens: int, step_ms: float) -> int:
+        """Prefill tokens, at this context, that keep a step with these decode rows under `step_ms`; may be <= 0."""
+        if not self.measured:
+            return FIXED_BUDGET_TOKENS
+        room_ms = step_ms / self._mixed_factor - self.base_ms - self.row_ms * decode_rows
+        return int(room_ms / max(self.token_ms + self.pair_ms * context_tokens, 1e-6))
+
+    def _raw_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:
+        return self.base_ms + self.row_ms * decode_rows + self.token_ms * prefill_tokens + self.pair_ms * prefill_pairs
+
+    def _rest(self, cost: StepCost) -> float:
+        return max(0.0, cost.step_ms - self.base_ms - self.row_ms * cost.decode_rows)
+
+
+class OutputForecast:
+    """How much of `max_tokens` requests really use, so that admission need not reserve all of it.
+
+    A running request is expected to grow by `ratio x` what is left to it. The ratio follows ended requests, and jumps
+    up at a retraction (the forecast was too low), so that admission does not fill the pool into the next one.
+    """
+
+    def __init__(self, conservativeness: float) -> None:
+        self._conservativeness = conservativeness
+        self._used = 0.7
+
+    @property
+    def ratio(self) -> float:
+        return min(1.0, self._used * self._conservativeness)
+
+    def ended(self, outputs: int, max_tokens: int) -> None:
+        self._used += 0.05 * (outputs / max_tokens - self._used)
+
+    def retracted(self) -> None:
+        self._used = min(1.0, self._used + 0.15)
+
+
+class LaunchClock:
+    """When the next step should be launched, in seconds of the engine's clock."""
+
+    def __init__(self) -> None:
+        self._end_s = 0.0
+        self._predicted_ms = 0.0
+
+    def launched(self, now_s: float, predicted_ms: float) -> None:
+        """A step was launched behind those in flight."""
+        self._end_s = max(self._end_s, now_s) + predicted_ms / 1e3
+        self._predicted_ms = predicted_ms
+
+    def done(self, now_s: float, in_flight: int) -> None:
+        """A step was collected; with one left, that one began now."""
+        self._end_s = now_s + self._predicted_ms / 1e3 if in_flight else now_s
+
+    def launch_at_s(self) -> float:
+        """The earliest useful time to launch behind the step in flight: now (0) for short steps."""
+        if self._predicted_ms <= LONG_STEP_MS:
+            return 0.0
+        return self._end_s - max(LAUNCH_LEAD_MS, 0.05 * self._predicted_ms) / 1e3

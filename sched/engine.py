@@ -1,0 +1,408 @@
+"""The engine: every decision about requests, steps and pages, made on one event loop.
+
+in     `submit`, `abort`, `conclude`; completed steps
+out    one `StepDeltas` a step, to `sink`
+state  requests by handle, launched steps (at most two), counters
+owner  itself: its stages, in one TaskGroup, and its plain functions, which never await between check and act
+ready  a step's ids are known when its `StepDone` is handled, inside the transport's reader callback
+end    `run` is cancelled or the engine fails; the device has then been ended and reaped
+
+The stages, and where they live::
+
+    submit ─► waiting ─► prepare ─► launch ─► (device) ─► collect ─► sink
+              [scheduler.Scheduler]  [_launch]             [collect.collect]
+
+    Device.serve  connects, waits for the loss of the device, lets the engine clean up, connects again
+    _execute      wakes on arrivals and on the launch clock, and launches
+    _watch        every second: a hanging device, and the integrity check while idle
+
+A stage that never waits is a function: collect runs inside the reply's callback and launches the next step before
+anything else happens, so the device is not kept waiting for a turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kvcache.cache import KvCache
+from headrace.kvcache.identity import PrefixKey, namespace
+from headrace.kvcache.layout import KvLayout
+from headrace.ops.wire import Forward, MakePools, Ready, Sample, Start, StepDone
+from headrace.sched.batch import encode
+from headrace.sched.budget import TARGET_STEP_MS, CostModel, LaunchClock
+from headrace.sched.collect import LaunchedStep, collect, remember
+from headrace.sched.device import Device, EngineFailed
+from headrace.sched.executors.protocol import Connect
+from headrace.sched.messages import (
+    EngineStatus,
+    Finished,
+    FinishReason,
+    Flushed,
+    NeverFits,
+    Overloaded,
+    StepDeltas,
+    Submit,
+)
+from headrace.sched.request import Request
+from headrace.sched.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+WATCH_PERIOD_S: Final = 1.0
+
+
+class EngineOptions(msgspec.Struct, frozen=True):
+    """What an engine is told once."""
+
+    layout: KvLayout
+    start: Start
+    """The command that begins a device's life; sizes of slots, context and ring are in it."""
+    num_pages: list[int]
+    """Device pages per layer group."""
+    fingerprint: bytes
+    """Of the weights, dtype and layout: pages are shared only under equal ones."""
+    max_chunk_tokens: int
+    """The largest prefill chunk, whatever the budget: the ring is sized by it."""
+    prefill_tokens: int = 0
+    """Prefill tokens a step; 0 lets the cost model keep mixed steps under `TARGET_STEP_MS`."""
+    overlap: bool = True
+    """Launch step n+1 before n is collected."""
+    reuse: bool = True
+    """Match prefixes in the index."""
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    conservativeness: float = 1.0
+    """Factor on the outputs that admission expects running requests still to produce."""
+    step_timeout_s: float = 60.0
+    """A device that has not completed its oldest step in this time is taken for hung and restarted."""
+    start_timeout_s: float = 600.0
+    """The same for loading and warming up, from one sign of progress to the next."""
+
+
+class Engine:
+    """One model on one device. Implements the server's view of a scheduler."""
+
+    def __init__(self, options: EngineOptions, connect: Connect, sink: Callable[[StepDeltas], None]) -> None:
+        self.sink = sink
+        self._options = options
+        self._connect = connect
+        self._loop = asyncio.get_running_loop()
+        start = options.start
+        self._cache = KvCache(options.layout, options.num_pages, options.reuse)
+        self._scheduler = Scheduler(self._cache, start.ring, start.max_context_tokens, options.conservativeness)
+        self._requests: dict[int, Request] = {}
+        self._orders = 0
+        self._stop_ids: NDArray[np.bool_] = np.zeros(start.ring.vocab, np.bool_)
+        self._pending_ends: list[Finished] = []
+        # The device and the steps it has.
+        pools = MakePools(options.num_pages, options.max_chunk_tokens)
+        self._device = Device(connect, (start, pools), self._device_ready, self._collect, self._device_lost)
+        self._costs = CostModel(())
+        self._clock = LaunchClock()
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._free_ring: list[int] = []
+        self._next_step = 0
+        # The stages.
+        self._wake = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._unchecked = False
+        self._steps = self._prompt_tokens = self._cached_tokens = 0
+        self._output_tokens = self._overrun_tokens = self._integrity_alarms = 0
+
+    # ------------------------------------------------------------------------------------------------------------
+    # What the server calls
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The longest prompt plus outputs that can run."""
+        pool_tokens = self._cache.capacity_pages * self._options.layout.page_tokens
+        return min(self._options.start.max_context_tokens, pool_tokens)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Steps launched and not collected, the oldest first."""
+        return tuple(launched.step for launched in self._in_flight)
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request. Raises Overloaded at the queue's bounds, NeverFits if it can never run, EngineFailed."""
+        assert submit.request not in self._requests, "a handle is never used twice"
+        if self._device.phase == "failed":
+            raise EngineFailed(self._device.message)
+        sampling, prompt_tokens = submit.sampling, len(submit.prompt_ids)
+        assert prompt_tokens > 0 and sampling.max_tokens > 0
+        total = prompt_tokens + sampling.max_tokens
+        if total > self.max_context_tokens:
+            raise NeverFits(
+                f"the prompt's {prompt_tokens} tokens and max_tokens {sampling.max_tokens} are {total} together; "
+                f"at most {self.max_context_tokens} fit"
+            )
+        scheduler = self._scheduler
+        queued, queued_tokens = len(scheduler.waiting), scheduler.waiting_tokens
+        if queued >= self._options.max_queued_requests or (
+            queued and queued_tokens + prompt_tokens > self._options.max_queued_tokens
+        ):
+            raise Overloaded(
+                f"{queued} requests with {queued_tokens} tokens are waiting, which is all that may; try again later",
+                self._retry_after_s(queued_tokens),
+            )
+        key = PrefixKey(
+            namespace(self._options.fingerprint, submit.adapter, submit.cache_salt),
+            self._options.layout.page_tokens,
+            submit.prompt_ids,
+            prompt_tokens,
+        )
+        self._orders += 1
+        request = Request(submit, key, self._orders, self._loop.time())
+        if submit.deadline_ms > 0:
+            request.deadline = self._loop.call_later(submit.deadline_ms / 1e3, self._expire, submit.request)
+        self._stop_ids[list(sampling.stop_ids)] = True
+        self._requests[submit.request] = request
+        self._prompt_tokens += prompt_tokens
+        scheduler.enqueue(request)
+        self._wake.set()
+
+    def abort(self, request: int) -> None:
+        """End a request now, in whatever stage it is; no effect if it is unknown or has ended."""
+        if found := self._requests.get(request):
+            self._end(found, "abort")
+
+    def conclude(self, request: int, n_tokens: int) -> None:
+        """A stop string was found in the first `n_tokens` outputs; no effect if the request has ended."""
+        if found := self._requests.get(request):
+            self._end(found, "stop", n_tokens=n_tokens)
+
+    def flush_cache(self) -> Flushed:
+        """Drop every cached page that no request uses."""
+        dropped, kept = self._cache.flush()
+        return Flushed(dropped_pages=dropped, pinned_pages=kept)
+
+    def status(self) -> EngineStatus:
+        """A snapshot; can be asked at any time."""
+        cache, device, scheduler = self._cache.stats(), self._device, self._scheduler
+        return EngineStatus(
+            phase=device.phase,
+            message=device.message,
+            progress=device.progress,
+            device_name=device.ready.device_name if device.ready else "",
+            numerics=device.ready.numerics if device.ready else "",
+            running=scheduler.running,
+            waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting_tokens,
+            max_context_tokens=self.max_context_tokens,
+            page_tokens=self._options.layout.page_tokens,
+            pages_total=cache.total,
+            pages_free=cache.free,
+            pages_cached=cache.evictable,
+            prefill_budget_tokens=self._budget(0, 0),
+            last_step_age_ms=device.silent_s * 1e3 if self._in_flight else 0.0,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            computed_tokens=scheduler.computed_tokens,
+            output_tokens=self._output_tokens,
+            overrun_tokens=self._overrun_tokens,
+            retractions=scheduler.retractions,
+            device_restarts=device.restarts,
+            step_failures=device.step_failures,
+            integrity_alarms=self._integrity_alarms,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page, lease and slot is accounted for: ms, for tests and idle time."""
+        self._scheduler.check()
+        assert len(self._requests) == len(self._scheduler.waiting) + self._scheduler.running
+        assert len(self._in_flight) <= 2
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises EngineFailed when the engine can't go on; the device has ended either way."""
+        try:
+            async with asyncio.TaskGroup() as stages:
+                stages.create_task(self._device.serve(), name="device")
+                stages.create_task(self._execute(), name="execute")
+                stages.create_task(self._watch(), name="watch")
+        except ExceptionGroup as group:
+            first = _first(group)
+            stage_died = EngineFailed(f"a stage of the engine died: {first!r}")
+            failed = first if isinstance(first, EngineFailed) else stage_died
+            self._device.phase, self._device.message = "failed", str(failed)
+            for request in list(self._requests.values()):
+                self._end(request, "error", f"the engine has failed: {failed}")
+            self._tell_ends()
+            raise failed from first
+        finally:
+            if self._alarm is not None:
+                self._alarm.cancel()
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Steps
+
+    def _device_ready(self, ready: Ready) -> None:
+        self._costs = CostModel(ready.costs)
+        self._clock = LaunchClock()
+        self._free_ring = list(range(self._options.start.ring.slots))
+        self._wake.set()
+
+    def _device_lost(self, reason: str) -> None:
+        """Its pages are void: what ran on them fails, what waits goes on when a device is back."""
+        self._in_flight.clear()
+        for request in self._scheduler.forget_device():
+            self._drop(request)
+            message = f"{reason}; send the request again"
+            ended = Finished(request.submit.request, "error", self._outputs(request), message)
+            self._pending_ends.append(ended)
+        self._cache.complete_step(self._next_step - 1)
+        self._tell_ends()
+
+    async def _execute(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._pump()
+
+    def _pump(self) -> None:
+        """Launch what should be launched now, and set the alarm for what should be later."""
+        depth = 2 if self._options.overlap else 1
+        while self._device.ready is not None and len(self._in_flight) < depth:
+            at_s = self._clock.launch_at_s() if self._in_flight else 0.0
+            if at_s > self._loop.time():
+                if self._alarm is not None:
+                    self._alarm.cancel()
+                self._alarm = self._loop.call_at(at_s, self._wake.set)
+                return
+            if not self._launch():
+                return
+
+    def _launch(self) -> bool:
+        """Prepare a batch and send it as the next step; False if nothing can run."""
+        scheduler, now_s = self._scheduler, self._loop.time()
+        batch, stuck = scheduler.prepare(self._budget)
+        for request in stuck:
+            self._end(request, "error", "the KV pool has no page left for it; start with a larger --max-total-tokens")
+        if batch is None:
+            return False
+        step, ring_slot = self._next_step, self._free_ring.pop()
+        self._next_step += 1
+        views = self._device.ring.write(ring_slot, step, batch.counts())
+        encode(views, batch, scheduler.table, self._options.layout.page_tokens)
+        self._device.send(Forward(step, ring_slot))
+        launched = remember(batch, scheduler.table, step, ring_slot, now_s)
+        for request in batch.entered:
+            if request.first_launch_s < 0:
+                request.first_launch_s = now_s
+                self._cached_tokens += request.cached_tokens
+        scheduler.launched(batch, step)
+        self._device.send(Sample(step, ring_slot))
+        if not self._in_flight:
+            self._device.begins_work()
+        self._in_flight.append(launched)
+        predicted_ms = self._costs.predict_ms(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs)
+        self._clock.launched(now_s, predicted_ms)
+        self._unchecked = True
+        return True
+
+    def _collect(self, done: StepDone) -> None:
+        launched = self._in_flight.popleft()
+        assert launched.step == done.step, f"step {done.step} came back, {launched.step} is the oldest in flight"
+        now_s = self._loop.time()
+        self._cache.complete_step(done.step)
+        results = self._device.ring.results(launched.ring_slot)
+        collected = collect(self._scheduler, launched, results, self._stop_ids, now_s)
+        self._free_ring.append(launched.ring_slot)
+        for request in collected.ended:
+            self._drop(request)
+        self._costs.observe(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs, done.step_ms)
+        self._clock.done(now_s, len(self._in_flight))
+        self._pump()
+        self._steps += 1
+        self._overrun_tokens += collected.overruns
+        self._output_tokens += len(collected.deltas.ids)
+        self.sink(collected.deltas)
+
+    def _budget(self, decode_rows: int, context_tokens: int) -> int:
+        tokens = self._options.prefill_tokens or self._costs.prefill_tokens(decode_rows, context_tokens, TARGET_STEP_MS)
+        return min(tokens, self._options.max_chunk_tokens)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Ends
+
+    def _end(self, request: Request, reason: FinishReason, message: str = "", n_tokens: int = -1) -> None:
+        """End a request from outside a step: its slot and pages are given back now, fenced by its last step."""
+        outputs = self._outputs(request)
+        self._scheduler.end(request)
+        self._drop(request)
+        finished = Finished(
+            request=request.submit.request,
+            reason=reason,
+            n_tokens=outputs if n_tokens < 0 else min(n_tokens, outputs),
+            message=message,
+            retractions=request.retractions,
+        )
+        if not self._pending_ends:
+            self._loop.call_soon(self._tell_ends)
+        self._pending_ends.append(finished)
+        self._wake.set()
+
+    def _drop(self, request: Request) -> None:
+        del self._requests[request.submit.request]
+        if isinstance(request.deadline, asyncio.TimerHandle):
+            request.deadline.cancel()
+
+    def _tell_ends(self) -> None:
+        if ends := self._pending_ends:
+            self._pending_ends = []
+            none = np.zeros(0, np.int32)
+            self.sink(
+                StepDeltas(-1, none.astype(np.int64), np.zeros(1, np.int32), none, None, None, None, [], ends, [])
+            )
+
+    def _expire(self, request: int) -> None:
+        if found := self._requests.get(request):
+            self._end(found, "timeout", f"the request did not end within {found.submit.deadline_ms:.0f} ms")
+
+    def _outputs(self, request: Request) -> int:
+        known = len(request.ids) if request.slot < 0 else int(self._scheduler.table.known[request.slot])
+        return known - request.prompt_tokens
+
+    def _retry_after_s(self, queued_tokens: int) -> int:
+        prefill_ms = self._costs.predict_ms(0, queued_tokens, 0)
+        return max(1, min(60, round(prefill_ms / 1e3)))
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Watching
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            device, silent_s = self._device, self._device.silent_s
+            if self._in_flight and silent_s > self._options.step_timeout_s:
+                device.lose(f"the device has not completed step {self._in_flight[0].step} in {silent_s:.0f} s")
+            elif device.starting and silent_s > self._options.start_timeout_s:
+                device.lose(f"the device has made no progress ({device.message or 'starting'}) in {silent_s:.0f} s")
+            if self._unchecked and not self._in_flight:
+                self._check_while_idle()
+
+    def _check_while_idle(self) -> None:
+        """A violation is an alarm, not the end of the server."""
+        self._unchecked = False
+        try:
+            self.check_integrity()
+        except AssertionError as violation:
+            self._integrity_alarms += 1
+            last, stats = self._next_step - 1, self._cache.stats()
+            log.critical("integrity check failed after step %d: %s; %s", last, violation, stats)
+
+
+def _first(group: BaseExceptionGroup[Exception]) -> Exception:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error

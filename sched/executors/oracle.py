@@ -1,0 +1,220 @@
+"""The oracle: a device without a neural network whose output depends on every byte of KV it should have read.
+
+The KV "content" of position i is 16 bytes, the chain hash of tokens 0..i, written into real pools through the page
+table. A row reads its predecessor's content from the pool, so a wrong page poisons what is built on it; sampling
+gathers all pages of the context again and hashes them whole into the next id. Any stale, swapped, half-loaded or
+early-freed page changes the ids at once. `expected` is what a request gets with no cache, no batch and no pages.
+
+in     commands of `ops.wire`, in order
+out    replies; ids in the ring's results
+state  pools, page tables, `future_tokens`, sampler state: what a real worker holds
+owner  whoever delivers the commands
+ready  a step's results are in the ring when its `StepDone` is replied
+end    with the connection
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from headrace.ops.wire import (
+    I32,
+    INIT_INTS,
+    BatchRing,
+    Command,
+    Forward,
+    ForwardBatch,
+    Loaded,
+    MakePools,
+    Ready,
+    Reply,
+    Sample,
+    Start,
+    StepCost,
+    StepDone,
+    Stop,
+)
+
+CONTENT_BYTES = 16
+_EMPTY = bytes(CONTENT_BYTES)
+
+
+def content(previous: bytes, token: int) -> bytes:
+    """The KV of a token, given its predecessor's (zeros before the first)."""
+    return xxhash.xxh3_128_digest(previous + token.to_bytes(4, "little"))
+
+
+def draw(contents: bytes, seed: int, position: int, vocab: int, banned: Sequence[int] = ()) -> int:
+    """The next id after these contents: `position` counts outputs, `banned` ids are stepped over."""
+    token = xxhash.xxh3_64_intdigest(contents, seed=(seed ^ position * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF) % vocab
+    while token in banned:
+        token = (token + 1) % vocab
+    return token
+
+
+def prompt_logprob(contents: bytes, target: int) -> float:
+    """The "logprob" of an id after these contents, in (-1, 0]."""
+    return -(xxhash.xxh3_64_intdigest(contents, seed=target) % 1024) / 1024
+
+
+def prompt_logprob_at(prompt: Sequence[int], position: int) -> float:
+    """What `prompt_logprob` gives for the prompt id at `position`, with no cache."""
+    contents, last = bytearray(), _EMPTY
+    for token in prompt[:position]:
+        last = content(last, token)
+        contents += last
+    return prompt_logprob(bytes(contents), prompt[position])
+
+
+def expected(
+    prompt: Sequence[int],
+    outputs: int,
+    vocab: int,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+    min_tokens: int = 0,
+) -> list[int]:
+    """The ids of a request that is alone in the world; ends behind the first stop id."""
+    contents = bytearray()
+    last = _EMPTY
+    for token in prompt:
+        last = content(last, token)
+        contents += last
+    ids: list[int] = []
+    while len(ids) < outputs:
+        token = draw(bytes(contents), seed, len(ids), vocab, stop_ids if len(ids) < min_tokens else ())
+        ids.append(token)
+        if token in stop_ids:
+            break
+        last = content(last, token)
+        contents += last
+    return ids
+
+
+@dataclass(slots=True)
+class _Sampler:
+    seed: int = 0
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+class OracleDevice:
+    """The device's side of the protocol; hand its `handle` the commands in order."""
+
+    def __init__(
+        self, ring: BatchRing, reply: Callable[[Reply], None], vocab: int, costs: Sequence[StepCost] = ()
+    ) -> None:
+        self._ring = ring
+        self._reply = reply
+        self._vocab = vocab
+        self._costs = list(costs)
+        self._start: Start | None = None
+        self._pools: list[NDArray[np.uint8]] = []
+        self._tables: list[I32] = []
+        self._future: I32 = np.zeros(0, np.int32)
+        self._samplers: list[_Sampler] = []
+        self._batch: ForwardBatch | None = None
+        self._contents: list[bytes] = []
+
+    def handle(self, command: Command) -> None:
+        """Execute one command."""
+        match command:
+            case Start():
+                self._start = command
+                self._reply(Loaded(weights_bytes=0, free_bytes=0))
+            case MakePools():
+                self._make_pools(command.num_pages)
+                self._reply(Ready(costs=self._costs, device_name="oracle", numerics="row-exact"))
+            case Forward():
+                self._forward(command)
+            case Sample():
+                self._sample(command)
+                self._reply(StepDone(step=command.step, step_ms=0.0))
+            case Stop():
+                return
+            case _:
+                raise AssertionError(f"the oracle has no host pool for {command}")
+
+    def _make_pools(self, num_pages: list[int]) -> None:
+        start = self._start
+        assert start is not None
+        rng = np.random.default_rng(0)
+        shape = (start.page_tokens, CONTENT_BYTES)
+        # Noise, so that reading what was never written is no plausible content.
+        self._pools = [rng.integers(0, 256, (count, *shape), np.uint8) for count in num_pages]
+        pages = -(-start.max_context_tokens // start.page_tokens) + 1
+        self._tables = [np.full((start.max_slots, pages), -1, np.int32) for _ in num_pages]
+        self._future = np.full(start.max_slots, -1, np.int32)
+        self._samplers = [_Sampler() for _ in range(start.max_slots)]
+
+    def _forward(self, command: Forward) -> None:
+        batch = self._ring.read(command.ring_slot)
+        assert batch.step == command.step, "the ring slot holds another step's batch"
+        self._batch = batch
+        self._init_slots(batch)
+        for group, table in enumerate(self._tables):
+            mine = batch.edit_group == group
+            table[batch.edit_slot[mine], batch.edit_index[mine]] = batch.edit_page[mine]
+        self._contents = []
+        starts = batch.row_start.tolist()
+        for row, (slot, kv_len) in enumerate(zip(batch.row_slot.tolist(), batch.row_kv_len.tolist())):
+            ids = batch.input_ids[starts[row] : starts[row + 1]].tolist()
+            ids = [token if token >= 0 else int(self._future[-token - 1]) for token in ids]
+            assert batch.positions[starts[row]] == kv_len - len(ids), "positions do not follow the context length"
+            self._contents.append(self._run_row(slot, ids, kv_len))
+        results = self._ring.results(command.ring_slot)
+        for want, (token, target) in enumerate(zip(batch.want_token.tolist(), batch.want_target.tolist())):
+            row = int(np.searchsorted(batch.row_start, token, "right")) - 1
+            context = self._contents[row][: (int(batch.positions[token]) + 1) * CONTENT_BYTES]
+            results.want_logprobs[want] = prompt_logprob(context, target)
+
+    def _init_slots(self, batch: ForwardBatch) -> None:
+        at = 0
+        for slot, row in zip(batch.init_slot.tolist(), batch.init_ints.tolist()):
+            ints = dict(zip(INIT_INTS, row))
+            seed = ints["seed_low"] & 0xFFFFFFFF | (ints["seed_high"] & 0xFFFFFFFF) << 32
+            at += ints["prompt_len"] + ints["output_len"] + ints["bias_len"]
+            stops = batch.init_ids[at : at + ints["stop_len"]].tolist()
+            at += ints["stop_len"]
+            self._samplers[slot] = _Sampler(seed, ints["min_tokens"], tuple(stops))
+
+    def _run_row(self, slot: int, ids: list[int], kv_len: int) -> bytes:
+        """Write the contents of a row's tokens into every group's pages; then read the whole context back."""
+        assert self._start is not None
+        page_tokens, first, gathered = self._start.page_tokens, kv_len - len(ids), b""
+        for pool, table in zip(self._pools, self._tables):
+            pages = table[slot, : -(-kv_len // page_tokens)]
+            assert (pages >= 0).all(), "a row reads through a page-table entry that was never set"
+            last = _EMPTY
+            if first:
+                last = pool[pages[(first - 1) // page_tokens], (first - 1) % page_tokens].tobytes()
+            for position, token in enumerate(ids, first):
+                last = content(last, token)
+                pool[pages[position // page_tokens], position % page_tokens] = np.frombuffer(last, np.uint8)
+            gathered += pool[pages].tobytes()[: kv_len * CONTENT_BYTES]
+        return gathered
+
+    def _sample(self, command: Sample) -> None:
+        batch = self._batch
+        assert batch is not None and batch.step == command.step, "Sample does not follow its Forward"
+        results = self._ring.results(command.ring_slot)
+        mask_rows, mask_bits = self._ring.masks(command.ring_slot)
+        masks = {int(row): mask_bits[i] for i, row in enumerate(mask_rows[: command.masks])}
+        count = batch.counts.samples
+        results.offsets[: count + 1] = np.arange(count + 1)
+        results.status[:count] = 0
+        results.logprobs[:count] = 0.0
+        for sample, (row, position) in enumerate(zip(batch.sample_row.tolist(), batch.sample_position.tolist())):
+            slot = int(batch.row_slot[row])
+            sampler = self._samplers[slot]
+            banned = sampler.stop_ids if position < sampler.min_tokens else ()
+            token = draw(self._contents[row], sampler.seed, position, self._vocab, banned)
+            while sample in masks and not int(masks[sample][token // 32]) >> token % 32 & 1:
+                token = (token + 1) % self._vocab
+            results.ids[sample] = token
+            self._future[slot] = token

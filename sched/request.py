@@ -1,0 +1,170 @@
+"""One request's long-lived state, and the table of those that have a slot.
+
+in     submissions; launched and collected steps
+out    what the next step may compute for whom
+state  per request: its ids, its holding; per slot: flat arrays, so that a step over 256 decoding requests costs a few
+       numpy operations and no Python per request
+owner  the scheduler
+ready  a slot's arrays describe launched steps as soon as they are launched; `known` follows when a step is collected
+end    a slot is free when its request has ended or has left it; steps in flight for it are told by the generation
+
+The tokens of a request in a slot::
+
+    | computed: KV launched      | to compute | future |
+    0                        computed      known   extent            limit
+                                                                     (prompt + max_tokens)
+
+`known` ids are on the host; `extent - known` more have been drawn by launched steps and are on the device only. A row
+computes positions [computed, end); it samples when `end == extent`. While decoding, `extent == computed + 1`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.kvcache.cache import Holding
+from headrace.kvcache.identity import PrefixKey
+from headrace.ops.wire import I32
+from headrace.sched.messages import Submit
+
+
+class Stage(IntEnum):
+    """Where a request stands."""
+
+    WAITING = 0
+    """No slot, no pages."""
+    PREFILL = 1
+    """Slot and pages; part of its known tokens is not launched."""
+    DECODE = 2
+    """One token a step."""
+    RETRACTED = 3
+    """Its pages are given back, its launched steps not collected; then WAITING again."""
+    ENDED = 4
+
+
+class Request:
+    """A submitted request until its end."""
+
+    __slots__ = (
+        *("arrival_s", "cached_tokens", "deadline", "filling_from", "filling_to", "first_ids_s", "first_launch_s"),
+        *("holding", "ids", "key", "order", "prompt_logprobs_from", "retractions", "slot", "stage", "submit"),
+    )
+
+    def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
+        self.submit = submit
+        self.key = key
+        self.order = order
+        """Of submission: the tie-breaker of every policy."""
+        self.arrival_s = arrival_s
+        self.stage = Stage.WAITING
+        self.ids: I32 = submit.prompt_ids
+        """Known ids while it has no slot."""
+        self.slot = -1
+        self.holding: Holding | None = None
+        self.filling_from = self.filling_to = 0
+        """Pages [from, to) of its known tokens that it is about to compute, for others with the same prefix."""
+        self.cached_tokens = 0
+        """Prompt tokens it found in the cache when it first started."""
+        self.first_launch_s = self.first_ids_s = -1.0
+        self.prompt_logprobs_from = 1 if submit.sampling.prompt_logprobs >= 0 else len(submit.prompt_ids)
+        """Prompt positions from here on still need their logprobs."""
+        self.retractions = 0
+        self.deadline: object = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.submit.prompt_ids)
+
+    @property
+    def limit_tokens(self) -> int:
+        """The longest its context may become."""
+        return self.prompt_tokens + self.submit.sampling.max_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among the waiting: priority first, then the order of submission."""
+        return -self.submit.priority, self.order
+
+
+class SlotTable:
+    """Requests that have a slot, as arrays over the slots."""
+
+    def __init__(self, max_slots: int, max_context_tokens: int) -> None:
+        self.max_slots = max_slots
+        self.requests: list[Request | None] = [None] * max_slots
+        self._free = list(range(max_slots - 1, -1, -1))
+        # Touched only as far as contexts really reach: 256 slots x 128k tokens would be 134 MB.
+        self.tokens: I32 = np.zeros((max_slots, max_context_tokens), np.int32)
+        self.handle: NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        self.generation: NDArray[np.int64] = np.zeros(max_slots, np.int64)
+        """Counts the requests a slot has had: what a step in flight launched for an earlier one is an overrun."""
+        self.last_step: NDArray[np.int64] = np.full(max_slots, -1, np.int64)
+        self.prompt: I32 = np.zeros(max_slots, np.int32)
+        self.computed: I32 = np.zeros(max_slots, np.int32)
+        self.known: I32 = np.zeros(max_slots, np.int32)
+        self.extent: I32 = np.zeros(max_slots, np.int32)
+        self.limit: I32 = np.zeros(max_slots, np.int32)
+        self.held: I32 = np.zeros(max_slots, np.int32)
+        """Positions that its pages have room for."""
+        self.published: I32 = np.zeros(max_slots, np.int32)
+        """Pages in the index."""
+        self.decoding: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        self.watched: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        """Every result needs a look of its own (logprobs)."""
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def enter(self, request: Request, holding: Holding, page_tokens: int) -> int:
+        """Bind a request with its holding to a free slot."""
+        slot = self._free.pop()
+        known = len(request.ids)
+        self.requests[slot] = request
+        self.tokens[slot, :known] = request.ids
+        self.handle[slot] = request.submit.request
+        self.last_step[slot] = -1
+        self.prompt[slot] = request.prompt_tokens
+        self.computed[slot] = holding.matched_pages * page_tokens
+        self.known[slot] = self.extent[slot] = known
+        self.limit[slot] = request.limit_tokens
+        self.held[slot] = holding.count * page_tokens
+        self.published[slot] = holding.lease.num_pages
+        self.decoding[slot] = False
+        self.watched[slot] = request.submit.sampling.logprobs >= 0
+        request.slot = slot
+        request.holding = holding
+        request.key.tokens = self.tokens[slot]
+        request.key.length = known
+        return slot
+
+    def leave(self, request: Request) -> None:
+        """Free a request's slot; it keeps its known ids."""
+        slot = request.slot
+        known = int(self.known[slot])
+        request.ids = self.tokens[slot, :known].copy()
+        request.key.tokens, request.key.length = request.ids, known
+        request.slot = -1
+        self.requests[slot] = None
+        self.generation[slot] += 1
+        self.decoding[slot] = False
+        self._free.append(slot)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the lengths of every bound slot are ordered as drawn above."""
+        for slot, request in enumerate(self.requests):
+            if request is None:
+                continue
+            computed, known, extent = int(self.computed[slot]), int(self.known[slot]), int(self.extent[slot])
+            assert request.slot == slot and request.prompt_tokens <= known <= extent <= request.limit_tokens
+            if request.stage in (Stage.PREFILL, Stage.DECODE):
+                assert (
+                    request.holding is not None and request.holding.count * request.key.page_tokens == self.held[slot]
+                )
+                assert computed <= self.held[slot] and computed < extent
+                assert (request.stage is Stage.DECODE) == bool(self.decoding[slot])
+        free = sorted(self._free)
+        assert free == [slot for slot, request in enumerate(self.requests) if request is None]

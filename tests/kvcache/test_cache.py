@@ -1,0 +1,139 @@
+"""The cache facade: what a request may reuse, what it owns, and when what it had may be used again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.kvcache.cache import KvCache
+from headrace.kvcache.identity import PrefixKey, namespace
+from headrace.kvcache.layout import KvLayout, LayerGroup
+from headrace.kvcache.pool import Fence
+
+LAYOUT = KvLayout(4, (LayerGroup("full", 0, (0, 1), 2, 8, 4),))
+NAMESPACE = namespace(b"model", "", "")
+
+
+def key(*tokens: int, salt: str = "") -> PrefixKey:
+    return PrefixKey(namespace(b"model", "", salt), 4, np.array(tokens, np.int32), len(tokens))
+
+
+def run_through(cache: KvCache, tokens: PrefixKey, step: int) -> int:
+    """A request that computes all its tokens in `step` and ends; how many pages it reused."""
+    holding = cache.open(tokens, tokens.length)
+    pages = cache.take(LAYOUT.pages(tokens.length) - holding.count)
+    assert pages is not None
+    cache.append(holding, pages)
+    cache.publish(holding, tokens, tokens.length, step)
+    cache.check_integrity()
+    cache.close(holding, Fence(step))
+    cache.check_integrity()
+    return int(holding.matched_pages)
+
+
+def test_a_prompt_that_was_computed_before_is_reused_but_for_its_last_token() -> None:
+    cache = KvCache(LAYOUT, [16])
+    assert run_through(cache, key(*range(8)), 0) == 0
+    assert cache.peek(key(*range(8))) == 4, "the last token must be computed for its logits"
+    assert cache.peek(key(*range(9))) == 8
+    assert run_through(cache, key(*range(9)), 1) == 2
+
+
+def test_another_salt_reuses_nothing() -> None:
+    cache = KvCache(LAYOUT, [16])
+    run_through(cache, key(*range(9)), 0)
+    assert cache.peek(key(*range(9), salt="tenant")) == 0
+
+
+def test_without_reuse_nothing_is_matched_and_everything_comes_back() -> None:
+    cache = KvCache(LAYOUT, [4], reuse=False)
+    for step in range(3):
+        assert run_through(cache, key(*range(9)), step) == 0
+        cache.complete_step(step)
+    assert cache.stats().free == 4
+
+
+def test_pages_of_a_running_step_are_not_handed_out_again_before_it_completes() -> None:
+    cache = KvCache(LAYOUT, [2])
+    run_through(cache, key(*range(7)), step=5)
+    assert cache.take(2) is None
+    cache.complete_step(5)
+    assert cache.take(2) is not None
+
+
+def test_eviction_waits_for_the_last_reader_too() -> None:
+    cache = KvCache(LAYOUT, [3])
+    run_through(cache, key(*range(9)), step=0)
+    cache.complete_step(0)
+    reader = cache.open(key(*range(9)), 9)
+    cache.close(reader, Fence(6))
+    assert cache.take(3) is None, "step 6 reads two of them"
+    cache.complete_step(6)
+    assert cache.take(3) is not None
+
+
+def test_two_requests_that_compute_the_same_keep_their_own_copies() -> None:
+    cache = KvCache(LAYOUT, [8])
+    tokens = key(*range(9))
+    first, second = cache.open(tokens, 9), cache.open(tokens, 9)
+    for step, holding in enumerate((first, second)):
+        pages = cache.take(3)
+        assert pages is not None
+        cache.append(holding, pages)
+        cache.publish(holding, tokens, 9, step)
+    assert first.private[:3].tolist() == [False, False, True]
+    assert second.private[:3].tolist() == [True, True, True]
+    cache.check_integrity()
+    cache.close(second, Fence(1))
+    cache.complete_step(1)
+    assert (cache.stats().free, cache.peek(tokens)) == (5, 8)
+
+
+def test_a_flush_drops_what_nobody_uses_and_says_what_it_kept() -> None:
+    cache = KvCache(LAYOUT, [16])
+    run_through(cache, key(*range(9)), 0)
+    run_through(cache, key(*range(100, 109)), 1)
+    cache.complete_step(1)
+    reader = cache.open(key(*range(9)), 9)
+    assert cache.flush() == (2, 2)
+    cache.close(reader, Fence())
+    assert cache.flush() == (2, 0)
+    assert cache.flush() == (0, 0)
+    assert cache.stats().free == 16
+
+
+def test_the_integrity_check_sees_a_lost_page() -> None:
+    cache = KvCache(LAYOUT, [4])
+    holding = cache.open(key(1, 2, 3, 4, 5), 5)
+    pages = cache.take(2)
+    assert pages is not None
+    cache.append(holding, pages)
+    cache.check_integrity()
+    holding.count = 1
+    with pytest.raises(AssertionError):
+        cache.check_integrity()
+
+
+def test_page_hashes_name_the_whole_prefix_and_the_namespace() -> None:
+    one, two = key(*range(12)), key(*range(4), 99, *range(5, 12))
+    assert one.page_hashes(3)[0] == two.page_hashes(3)[0]
+    assert one.page_hashes(3)[1:] != two.page_hashes(3)[1:] and one.page_hashes(3)[2] != two.page_hashes(3)[2]
+    assert key(*range(12), salt="x").page_hashes(1) != one.page_hashes(1)
+
+
+def test_hashing_goes_on_where_it_stopped() -> None:
+    whole, growing = key(*range(32)), key(*range(32))
+    growing.length = 9
+    assert growing.page_hashes(2) == whole.page_hashes(8)[:2]
+    growing.length = 32
+    assert growing.page_hashes(8) == whole.page_hashes(8)
+
+
+def test_a_namespace_tells_its_parts_apart() -> None:
+    assert len({namespace(b"ab", "c", ""), namespace(b"a", "bc", ""), namespace(b"ab", "", "c")}) == 3
+
+
+def test_a_host_slot_starts_on_a_block_boundary() -> None:
+    smol = KvLayout(16, (LayerGroup("full", 0, tuple(range(30)), 3, 64, 2),))
+    assert smol.page_bytes(0) == smol.host_slot_bytes(0) == 368_640
+    assert LAYOUT.page_bytes(0) == 4 * 2 * 2 * 2 * 8 * 4 and LAYOUT.host_slot_bytes(0) == 4096
