@@ -187,9 +187,9 @@ class KvCache:
             held = [holding.pages[group, : holding.count][holding.private[: holding.count]] for holding in holdings]
             private = np.concatenate(held) if held else np.zeros(0, np.int32)
             for pages, owner in ((indexed, Owner.INDEX), (private, Owner.REQUEST)):
-                assert len(np.unique(pages)) == len(pages), f"a page has two places as {owner.name}"
-                assert (pool.owner[pages] == owner).all(), f"a page that {owner.name} has is owned by another"
-                assert np.count_nonzero(pool.owner == owner) == len(pages), f"a page of {owner.name} is lost"
+                assert len(np.unique(pages)) == len(pages), f"a page has two places as {Owner.names[owner]}"
+                assert (pool.owner[pages] == owner).all(), f"a page that {Owner.names[owner]} has is owned by another"
+                assert np.count_nonzero(pool.owner == owner) == len(pages), f"a page of {Owner.names[owner]} is lost"
 
     def _matchable_pages(self, key: PrefixKey) -> int:
         return (key.length - 1) // key.page_tokens if self._reuse else 0

@@ -6,7 +6,8 @@ a dozen numpy operations). Nothing here keeps state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from headrace.ops.wire import I32, Counts, ForwardBatch, batch_bytes
 from headrace.sched.messages import MAX_LOGIT_BIASES, SamplingParams
 from headrace.sched.request import Request, SlotTable
+
+SamplerIds: TypeAlias = tuple[I32, I32, I32, I32]
 
 
 @dataclass(slots=True)
@@ -37,52 +40,66 @@ class Chunk:
         return max(0, self.wants_to - self.wants_from)
 
 
-@dataclass(slots=True)
 class ScheduleBatch:
-    """One step: decoding slots, prefill chunks, and the page-table deltas that both need."""
+    """One step: decoding slots, prefill chunks, and the page-table deltas that both need.
 
-    decode: NDArray[np.int64]
-    """Slots that compute one token each."""
-    grown: NDArray[np.int64]
-    """Decoding slots that got one more page ..."""
-    grown_pages: I32
-    """... namely [groups, grown]."""
-    chunks: list[Chunk] = field(default_factory=list)
-    entered: list[Request] = field(default_factory=list)
-    """Requests that got a slot in this step; each also has a chunk."""
+    Sizes are kept as it grows, so that asking whether one more request fits costs the same for the hundredth.
+    """
+
+    __slots__ = ("_counts", "chunks", "decode", "entered", "grown", "grown_pages", "inits", "prefill_pairs")
+
+    def __init__(self, decode: NDArray[np.int64], grown: NDArray[np.int64], grown_pages: I32) -> None:
+        self.decode = decode
+        """Slots that compute one token each."""
+        self.grown = grown
+        """Decoding slots that got one more page ..."""
+        self.grown_pages = grown_pages
+        """... namely [groups, grown]."""
+        self.chunks: list[Chunk] = []
+        self.entered: list[Request] = []
+        """Requests that got a slot in this step; each also has a chunk."""
+        self.inits: list[SamplerIds] = []
+        """Per entered request."""
+        self.prefill_pairs = 0
+        """Sum of tokens x context over the chunks, what attention costs."""
+        rows = len(decode)
+        self._counts = Counts(rows, rows, rows, rows, grown_pages.size, 0, 0, 0, 0, 0)
+
+    @property
+    def counts(self) -> Counts:
+        """Sizes of the arrays."""
+        return self._counts
 
     @property
     def prefill_tokens(self) -> int:
-        return sum(chunk.tokens for chunk in self.chunks)
+        return self._counts.tokens - len(self.decode)
 
-    @property
-    def prefill_pairs(self) -> int:
-        """Sum of tokens x context, what attention costs."""
-        return sum(chunk.tokens * chunk.end for chunk in self.chunks)
-
-    def counts(self) -> Counts:
-        """Sizes of the arrays."""
-        groups = self.grown_pages.shape[0]
-        decode, tokens = len(self.decode), self.prefill_tokens
-        inits = [_init_ids(request) for request in self.entered]
-        pages = sum(request.holding.count for request in self.entered if request.holding is not None)
-        return Counts(
-            tokens=decode + tokens,
-            rows=decode + len(self.chunks),
-            decode_rows=decode,
-            samples=decode + sum(chunk.samples for chunk in self.chunks),
-            table_edits=groups * (len(self.grown) + pages),
-            slot_inits=len(self.entered),
-            init_ids=sum(len(ids) for parts in inits for ids in parts),
-            init_biases=sum(len(request.submit.sampling.logit_bias) for request in self.entered),
-            wants=sum(chunk.wants for chunk in self.chunks),
+    def add(self, chunk: Chunk, enters: bool, max_bytes: int) -> bool:
+        """Add a chunk, of a request that enters its slot with it or has one; False if there is no room."""
+        have, request = self._counts, chunk.request
+        init = sampler_ids(request) if enters else None
+        pages = self.grown_pages.shape[0] * request.holding.count if init and request.holding else 0
+        counts = Counts(
+            tokens=have.tokens + chunk.tokens,
+            rows=have.rows + 1,
+            decode_rows=have.decode_rows,
+            samples=have.samples + chunk.samples,
+            table_edits=have.table_edits + pages,
+            slot_inits=have.slot_inits + enters,
+            init_ids=have.init_ids + (sum(map(len, init)) if init else 0),
+            init_biases=have.init_biases + (len(request.submit.sampling.logit_bias) if enters else 0),
+            wants=have.wants + chunk.wants,
             loads=0,
         )
-
-    def fits(self, max_batch_bytes: int, max_wants: int) -> bool:
-        """Whether a ring slot has room for it."""
-        counts = self.counts()
-        return batch_bytes(counts) <= max_batch_bytes and counts.wants <= max_wants
+        if batch_bytes(counts) > max_bytes:
+            return False
+        self._counts = counts
+        self.chunks.append(chunk)
+        self.prefill_pairs += chunk.tokens * chunk.end
+        if init:
+            self.entered.append(request)
+            self.inits.append(init)
+        return True
 
 
 def max_batch_bytes(
@@ -161,9 +178,8 @@ def _encode_edits(out: ForwardBatch, batch: ScheduleBatch, table: SlotTable, pag
 
 def _encode_inits(out: ForwardBatch, batch: ScheduleBatch) -> None:
     at = bias_at = 0
-    for i, request in enumerate(batch.entered):
+    for i, (request, parts) in enumerate(zip(batch.entered, batch.inits)):
         sampling = request.submit.sampling
-        parts = _init_ids(request)
         seed = sampling.seed & 0xFFFFFFFFFFFFFFFF
         out.init_slot[i] = request.slot
         out.init_ints[i] = (
@@ -182,14 +198,14 @@ def _encode_inits(out: ForwardBatch, batch: ScheduleBatch) -> None:
         bias_at += len(biases)
 
 
-def _init_ids(request: Request) -> tuple[I32, I32, I32, I32]:
+def sampler_ids(request: Request) -> SamplerIds:
     """Prompt, output, bias and stop ids that the slot's sampler needs: only those that its settings make it read."""
     sampling, known = request.submit.sampling, request.key.tokens[: request.key.length]
-    outputs = _penalises(sampling) or sampling.repetition_penalty != 1.0
+    repetition = sampling.repetition_penalty != 1.0
     return (
-        request.submit.prompt_ids if sampling.repetition_penalty != 1.0 else _NONE,
-        known[request.prompt_tokens :] if outputs else _NONE,
-        np.array([token for token, _ in sampling.logit_bias], np.int32),
+        request.submit.prompt_ids if repetition else _NONE,
+        known[request.prompt_tokens :] if repetition or _penalises(sampling) else _NONE,
+        np.array([token for token, _ in sampling.logit_bias], np.int32) if sampling.logit_bias else _NONE,
         np.array(sampling.stop_ids, np.int32) if sampling.min_tokens else _NONE,
     )
 

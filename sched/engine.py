@@ -290,7 +290,7 @@ class Engine:
             return False
         step, ring_slot = self._next_step, self._free_ring.pop()
         self._next_step += 1
-        views = self._device.ring.write(ring_slot, step, batch.counts())
+        views = self._device.ring.write(ring_slot, step, batch.counts)
         encode(views, batch, scheduler.table, self._options.layout.page_tokens)
         self._device.send(Forward(step, ring_slot))
         launched = remember(batch, scheduler.table, step, ring_slot, now_s)

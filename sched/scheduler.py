@@ -99,7 +99,7 @@ class Scheduler:
             left = max(left, self._page_tokens)
         for request in self.prefilling:
             if left > 0:
-                left -= self._add_chunk(batch, request, left)
+                left -= self._add_chunk(batch, request, left, enters=False)
         self._admit(batch, left)
         return (batch if len(batch.decode) or batch.chunks else None), stuck
 
@@ -213,11 +213,9 @@ class Scheduler:
             if holding is None:
                 return
             self._enter(request, holding)
-            batch.entered.append(request)
-            tokens = self._add_chunk(batch, request, left)
+            tokens = self._add_chunk(batch, request, left, enters=True)
             if not tokens:
                 # The ring slot is full; whoever is alone in a batch always fits.
-                batch.entered.pop()
                 self._close(request)
                 self.prefilling.remove(request)
                 self.table.leave(request)
@@ -257,13 +255,13 @@ class Scheduler:
         for page_hash in request.key.page_hashes(request.filling_to)[request.filling_from :]:
             self._filling[page_hash] = self._filling.get(page_hash, 0) + 1
 
-    def _add_chunk(self, batch: ScheduleBatch, request: Request, left: int) -> int:
+    def _add_chunk(self, batch: ScheduleBatch, request: Request, left: int, enters: bool) -> int:
         """Add the request's next chunk of at most `left` tokens; its size, 0 if the batch has no room for it."""
         slot = request.slot
         start, known = int(self.table.computed[slot]), int(self.table.known[slot])
         end = min(known, start + left)
         if request.prompt_logprobs_from < request.prompt_tokens:
-            room = self._geometry.max_wants - sum(chunk.wants for chunk in batch.chunks)
+            room = self._geometry.max_wants - batch.counts.wants
             end = min(end, start + room)
             if end <= start:
                 return 0
@@ -275,11 +273,7 @@ class Scheduler:
             wants_from=max(request.prompt_logprobs_from, start + 1),
             wants_to=min(request.prompt_tokens, end + 1),
         )
-        batch.chunks.append(chunk)
-        if not batch.fits(self._geometry.max_batch_bytes, self._geometry.max_wants):
-            batch.chunks.pop()
-            return 0
-        return chunk.tokens
+        return chunk.tokens if batch.add(chunk, enters, self._geometry.max_batch_bytes) else 0
 
     def _is_being_filled(self, request: Request) -> bool:
         """Whether the first page that this request would compute is about to be computed for another."""
