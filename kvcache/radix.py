@@ -1,15 +1,23 @@
-"""The radix index: which token prefixes have pages, who holds them, which go first.
+"""The radix index: which token prefixes have pages in which tier, who holds them, which go first.
 
 A compressed tree of whole pages. A node's edge is a run of token ids, a multiple of a page long; children are keyed by
 the bytes of their first page, so siblings differ in it and every comparison is exact. The tree is an index, not the
 tensors: it says where pages are, `PagePool` says who owns them, and a step's order says when they may be read.
 
-in     acquired, extended and released leases; requests to evict
+in     acquired, extended and released leases; loads, backups and prefetched pages; requests to evict
 out    page numbers of the longest stored prefix; pages to give back, with the step they must outlive
-state  one root a namespace, nodes, lease counts, an LRU heap of leaves
+state  one root a namespace, nodes, lease counts, an LRU heap of leaves per tier
 owner  `KvCache`; nothing else calls it
-ready  a matched page may be read by steps launched after the match
-end    a page leaves when it is evicted (nobody leases its node or one below) or the device is lost
+ready  a matched device page may be read by steps launched after the match; a host page is there when it is indexed
+end    a page leaves a tier when it is evicted (nobody leases its node or one below) or the device is lost
+
+A node of n pages has its first `d` on the device and its first `h` on the host, and max(d, h) = n: every indexed page
+is in one tier at least. A child has device pages only if its parent has all of its own there, so the device part of
+any path is a prefix of it, and the rest is on the host::
+
+    tokens   |----------- n -----------|
+    device   |======== d =====|                      a request that matches it all loads [d, n)
+    host     |=========== h ===========|             from the host
 
 Leases count on every node from their end to the root, so a node's count is at least each child's, and what nobody
 leases is a set of whole subtrees.
@@ -18,7 +26,8 @@ leases is a set of whole subtrees.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,28 +36,38 @@ from headrace.ops.wire import I32
 
 
 class Node:
-    """A run of pages below its parent's. `key`: its token ids as bytes (a root: its namespace); `pages`: int32
-    [groups, run]; `filled_by`: int64 [run], the step whose launch made each matchable."""
+    """A run of pages below its parent's. `device`: int32 [groups, d]; `host`: int32 [groups, h]."""
 
-    __slots__ = ("children", "filled_by", "key", "last_step", "leases", "pages", "parent", "used")
+    __slots__ = (
+        *("children", "device", "device_children", "filled_by", "hits", "host", "host_children", "key", "last_step"),
+        *("leases", "length", "parent", "pending", "used"),
+    )
 
-    def __init__(self, parent: Node | None, key: bytes, pages: I32, filled_by: NDArray[np.int64]) -> None:
+    def __init__(self, parent: Node | None, key: bytes, length: int, device: I32, host: I32) -> None:
         self.parent = parent
         self.key = key
-        self.pages = pages
-        self.filled_by = filled_by
+        """Its token ids as bytes; a root's is its namespace."""
+        self.length = length
+        """Pages of the run, n."""
+        self.device = device
+        self.host = host
+        self.pending = host.shape[1]
+        """Pages that are on the host, or being copied there."""
+        self.filled_by: NDArray[np.int64] = np.full(device.shape[1], -1, np.int64)
+        """int64 [d]: the step whose launch made each device page matchable."""
         self.children: dict[bytes, Node] = {}
+        self.device_children = self.host_children = 0
+        """Children with pages in the tier."""
         self.leases = 0
+        self.hits = 0
+        """How often a request has matched through it."""
         self.used = 0
         self.last_step = -1
         """The last launched step that reads or writes these pages, as far as released leases have said."""
 
-    def __len__(self) -> int:
-        return int(self.pages.shape[1])
-
 
 class Lease:
-    """A hold on the path from the root to the end of `node`: its pages stay where they are."""
+    """A hold on the path from the root to the end of `node`: its pages stay in a tier from which they can be read."""
 
     __slots__ = ("node", "num_pages")
 
@@ -57,52 +76,86 @@ class Lease:
         self.num_pages = num_pages
 
 
+class Match(NamedTuple):
+    """The longest stored prefix: its first pages are on the device, the others on the host."""
+
+    lease: Lease
+    device: I32
+    """int32 [groups, d]"""
+    host: I32
+    """int32 [groups, h]: the pages that follow."""
+
+
+class Dropped(NamedTuple):
+    """Pages that left a tier: int32 [groups, k] each. They must outlive `last_step`."""
+
+    device: I32
+    host: I32
+    last_step: int
+
+
+class Span(NamedTuple):
+    """Pages [start, end) of a path, counted from its root."""
+
+    start: int
+    end: int
+
+
 class RadixIndex:
-    """Prefixes of all namespaces over the pages of `groups` pools."""
+    """Prefixes of all namespaces over the pages of `groups` pools a tier."""
 
     def __init__(self, page_tokens: int, groups: int) -> None:
         self._page_bytes = page_tokens * 4
-        self._no_pages: I32 = np.zeros((groups, 0), np.int32)
+        self._none: I32 = np.zeros((groups, 0), np.int32)
         self._roots: dict[bytes, Node] = {}
         self._tick = 0
-        self._heap: list[tuple[int, int, Node]] = []
-        self._pushes = 0
+        self._device_lru = _Lru(_is_device_leaf)
+        self._host_lru = _Lru(_is_host_leaf)
         self.num_nodes = 0
-        self.num_pages = 0
-        self.evictable_pages = 0
+        self.device_pages = self.host_pages = 0
+        self.evictable_device_pages = self.evictable_host_pages = 0
 
-    def peek(self, namespace: bytes, raw: bytes) -> int:
-        """Pages of the longest stored prefix of `raw` (whole pages of int32 ids); changes nothing."""
+    def peek(self, namespace: bytes, raw: bytes) -> tuple[int, int]:
+        """`(device, all)` pages of the longest stored prefix of `raw` (whole pages of int32 ids); changes nothing."""
         root = self._roots.get(namespace)
         if root is None:
-            return 0
-        _, pages, child, common = self._walk(root, raw)
-        return pages + common if child is not None else pages
+            return 0, 0
+        node, pages, child, common = self._walk(root, raw)
+        missing = 0
+        step: Node | None = node
+        while step is not None and step.device.shape[1] < step.length:
+            missing += step.length - step.device.shape[1]
+            step = step.parent
+        if child is None:
+            return pages - missing, pages
+        on_device = 0 if missing else min(child.device.shape[1], common)
+        return pages - missing + on_device, pages + common
 
-    def acquire(self, namespace: bytes, raw: bytes) -> tuple[Lease, I32]:
-        """Lease the longest stored prefix of `raw`; its pages, int32 [groups, n]."""
+    def acquire(self, namespace: bytes, raw: bytes) -> Match:
+        """Lease the longest stored prefix of `raw`."""
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(None, namespace, self._no_pages, np.zeros(0, np.int64))
+            root = self._roots[namespace] = Node(None, namespace, 0, self._none, self._none)
         node, pages, child, common = self._walk(root, raw)
         if child is not None and common:
             node = self._split(child, common)
             pages += common
-        self._tick += 1
-        found: list[I32] = []
         step: Node | None = node
         while step is not None:
-            self._hold(step)
-            step.used = self._tick
-            found.append(step.pages)
+            step.hits += 1
             step = step.parent
-        return Lease(node, pages), np.concatenate(found[::-1], axis=1)
+        return self._match(node, pages)
+
+    def lease_again(self, lease: Lease) -> Lease:
+        """A second lease on the same path, for a copy that must outlive the first."""
+        return self._match(lease.node, lease.num_pages).lease
 
     def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> NDArray[np.bool_]:
-        """Store pages (int32 [groups, n]) that follow the lease's end, filled by `step`; the lease moves behind them.
+        """Store device pages (int32 [groups, n]) that follow the lease's end, filled by `step`; the lease moves behind
+        them. All of the lease's own path must be on the device.
 
-        Returns bool [n]: which pages the index took. Where it has pages for these tokens already, those stay, and the
-        giver keeps its own as private ones.
+        Returns bool [n]: which pages the index took. Where it has device pages for these tokens already, those stay,
+        and the giver keeps its own as private ones.
         """
         count = pages.shape[1]
         assert len(raw) == count * self._page_bytes
@@ -116,11 +169,59 @@ class RadixIndex:
                 node = self._append(node, raw[start:], pages[:, at:], step)
                 break
             common = self._common(child.key, raw, start)
-            node = child if common == len(child) else self._split(child, common)
+            node = child if common == child.length else self._split(child, common)
             self._hold(node)
+            have = node.device.shape[1]
+            if have < common:
+                # Only the host had them: these bytes are the same, and nobody need load them any more.
+                taken[at + have : at + common] = True
+                self._set_device(node, pages[:, at + have : at + common], step)
             at += common
         lease.node = node
         lease.num_pages += count
+        return taken
+
+    def load(self, lease: Lease, pages: I32, step: int) -> None:
+        """The pages of the lease's path that only the host has are brought to these device pages by `step`."""
+        at = 0
+        for node in self._path(lease.node):
+            missing = node.length - node.device.shape[1]
+            if missing:
+                self._set_device(node, pages[:, at : at + missing], step)
+                at += missing
+        assert at == pages.shape[1]
+
+    def insert_host(self, namespace: bytes, raw: bytes, first: int, pages: I32) -> NDArray[np.bool_]:
+        """Index host pages (int32 [groups, m]) for the pages from `first` on of the prefix `raw`.
+
+        Returns bool [m]: which were taken. None are where the prefix before them has gone meanwhile, those not that
+        the index has already.
+        """
+        taken = np.zeros(pages.shape[1], np.bool_)
+        root = self._roots.get(namespace)
+        if root is None:
+            if first:
+                return taken
+            root = self._roots[namespace] = Node(None, namespace, 0, self._none, self._none)
+        node, have, child, common = self._walk(root, raw)
+        if child is not None and common:
+            node = self._split(child, common)
+            have += common
+        if have >= first and have < first + len(taken):
+            taken[have - first :] = True
+            fresh = pages[:, have - first :].copy()
+            key = raw[have * self._page_bytes :]
+            new = Node(node, key, fresh.shape[1], self._none, fresh)
+            self._tick += 1
+            new.used = self._tick
+            node.children[key[: self._page_bytes]] = new
+            node.host_children += 1
+            self.num_nodes += 1
+            self.host_pages += new.length
+            self.evictable_host_pages += new.length
+            self._offer(new)
+        elif node.parent is None:
+            self._offer(node)
         return taken
 
     def release(self, lease: Lease, last_step: int) -> None:
@@ -133,32 +234,137 @@ class RadixIndex:
             node.used = self._tick
             node.last_step = max(node.last_step, last_step)
             if not node.leases:
-                self.evictable_pages += len(node)
+                self.evictable_device_pages += node.device.shape[1]
+                self.evictable_host_pages += node.host.shape[1]
             node = node.parent
-        self._offer(lease.node)
+        # The deepest node with pages in a tier may be any on the path.
+        node = lease.node
+        while node is not None:
+            above = node.parent
+            self._offer(node)
+            node = above
 
-    def evict(self, count: int) -> list[tuple[I32, int]]:
-        """Drop up to `count` pages that nobody leases, the longest unused first and from the ends of prefixes.
+    # ------------------------------------------------------------------------------------------------------------
+    # Backups: device → host
 
-        Returns `(pages [groups, n], last_step)` runs: the pages must outlive that step.
+    def begin_backup(self, lease: Lease, completed_step: int, most: int, min_hits: int) -> tuple[list[Span], I32]:
+        """Mark up to `most` device pages of the lease's path that the host lacks as being copied there.
+
+        Only pages filled by completed steps, and of nodes with `min_hits`. Returns their spans and numbers, int32
+        [groups, k], in the order of the path.
         """
-        dropped: list[tuple[I32, int]] = []
-        while count > 0 and self._heap:
-            used, _, node = heapq.heappop(self._heap)
-            if node.leases or node.children or node.used != used or node.parent is None:
+        spans: list[Span] = []
+        pages: list[I32] = [self._none]
+        depth = 0
+        for node in self._path(lease.node):
+            early = node.filled_by > completed_step
+            end = int(early.argmax()) if early.any() else len(early)
+            count = min(end - node.pending, most)
+            if count > 0 and node.hits >= min_hits:
+                spans.append(Span(depth + node.pending, depth + node.pending + count))
+                pages.append(node.device[:, node.pending : node.pending + count])
+                node.pending += count
+                most -= count
+                if node.parent is not None and node.pending == count:
+                    node.parent.host_children += 1
+            depth += node.length
+        return spans, np.concatenate(pages, axis=1)
+
+    def end_backup(self, lease: Lease, spans: list[Span], pages: I32 | None) -> None:
+        """The host has the pages of these spans in `pages` (int32 [groups, k]), or the copy was given up (None)."""
+        at, depth, queue = 0, 0, list(spans)
+        for node in self._path(lease.node):
+            while queue and queue[0].start < depth + node.length:
+                span = queue[0]
+                count = min(span.end, depth + node.length) - span.start
+                assert pages is None or span.start == depth + node.host.shape[1], "copies end in the order they began"
+                if pages is not None:
+                    node.host = np.concatenate((node.host, pages[:, at : at + count]), axis=1)
+                    self.host_pages += count
+                else:
+                    self._give_up(node)
+                at += count
+                queue[0] = Span(span.start + count, span.end)
+                if queue[0].start == span.end:
+                    queue.pop(0)
+            depth += node.length
+        assert not queue
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Evictions
+
+    def evict_device(self, count: int) -> list[Dropped]:
+        """Take up to `count` pages that nobody leases from the device, the longest unused first and from the ends of
+        prefixes. What the host has stays indexed; what it has not is forgotten, and what follows it."""
+        dropped: list[Dropped] = []
+        while count > 0 and (node := self._device_lru.pop()) is not None:
+            keep = max(0, node.device.shape[1] - count)
+            pages = node.device[:, keep:]
+            count -= pages.shape[1]
+            lost = self._prune(node) if node.host.shape[1] < node.length else []
+            self._cut_device(node, keep)
+            dropped.append(Dropped(pages, self._none, node.last_step))
+            dropped.extend(lost)
+            self._settle(node)
+        return dropped
+
+    def evict_host(self, count: int) -> list[Dropped]:
+        """The same for host pages; those that the device has too stay indexed."""
+        dropped: list[Dropped] = []
+        while count > 0 and (node := self._host_lru.pop()) is not None:
+            keep = max(0, node.host.shape[1] - count)
+            pages = node.host[:, keep:]
+            count -= pages.shape[1]
+            self._cut_host(node, keep)
+            dropped.append(Dropped(self._none, pages, node.last_step))
+            self._settle(node)
+        return dropped
+
+    def coldest(self, count: int) -> list[Lease]:
+        """Leases on the paths whose device pages would be evicted first, about `count` pages, where the host lacks
+        some of them: what a write-back copies before it evicts."""
+        leases: list[Lease] = []
+        seen: list[Node] = []
+        while count > 0 and (node := self._device_lru.pop()) is not None:
+            seen.append(node)
+            count -= node.device.shape[1]
+            if node.pending < node.device.shape[1]:
+                depth = sum(step.length for step in self._path(node))
+                leases.append(Lease(node, depth))
+        for node in seen:
+            self._device_lru.push(node)
+        for lease in leases:
+            step: Node | None = lease.node
+            while step is not None:
+                self._hold(step)
+                step = step.parent
+        return leases
+
+    def forget_device(self) -> list[Dropped]:
+        """The device is gone: only what the host has stays. No lease may be out. Returns host pages that have become
+        unreachable."""
+        assert not any(root.leases for root in self._roots.values()), "leases are out"
+        dropped: list[Dropped] = []
+        for node in [node for node in self.nodes() if node.device.shape[1]]:
+            if node.parent is None or node.length == 0:
                 continue
-            keep = max(0, len(node) - count)
-            dropped.append((node.pages[:, keep:], node.last_step))
-            count -= len(node) - keep
-            self._drop_tail(node, keep)
+            if node.host.shape[1] < node.length:
+                dropped.extend(self._prune(node))
+            self._cut_device(node, 0)
+            self._settle(node)
         return dropped
 
     def clear(self) -> None:
-        """Forget everything; no lease may be out."""
+        """Forget everything in every tier; no lease may be out."""
         assert not any(root.leases for root in self._roots.values()), "leases are out"
         self._roots.clear()
-        self._heap.clear()
-        self.num_nodes = self.num_pages = self.evictable_pages = 0
+        self._device_lru.clear()
+        self._host_lru.clear()
+        self.num_nodes = self.device_pages = self.host_pages = 0
+        self.evictable_device_pages = self.evictable_host_pages = 0
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Checks
 
     def nodes(self) -> Iterator[Node]:
         """All nodes, roots included, parents first."""
@@ -176,27 +382,36 @@ class RadixIndex:
             depth = 0
             while node is not None:
                 held[id(node)] = held.get(id(node), 0) + 1
-                depth += len(node)
+                depth += node.length
                 node = node.parent
             assert depth == lease.num_pages, f"a lease of {lease.num_pages} pages ends at depth {depth}"
-        nodes = pages = evictable = 0
+        counts = [0, 0, 0, 0, 0]
         for node in self.nodes():
+            device, host = node.device.shape[1], node.host.shape[1]
             assert node.leases == held.pop(id(node), 0), "a node's lease count is not the number of its leases"
+            assert len(node.filled_by) == device and node.pending >= host
+            assert node.leases or node.pending == host, "a copy is under way that nobody leases"
             if node.parent is None:
-                assert not len(node) and self._roots[node.key] is node and (node.leases or node.children)
+                assert not node.length and self._roots[node.key] is node and (node.leases or node.children)
             else:
-                assert (
-                    len(node)
-                    and len(node.key) == len(node) * self._page_bytes == len(node.filled_by) * self._page_bytes
-                )
+                assert node.length and len(node.key) == node.length * self._page_bytes
+                assert max(device, host) == node.length, "a page is indexed that no tier has"
+                assert not device or node.parent.device.shape[1] == node.parent.length, "a gap on the device"
             for first, child in node.children.items():
                 assert child.parent is node and child.key.startswith(first) and child.leases <= node.leases
-            nodes += node.parent is not None
-            pages += len(node)
-            evictable += 0 if node.leases else len(node)
+            children = list(node.children.values())
+            assert node.device_children == sum(child.device.shape[1] > 0 for child in children)
+            assert node.host_children == sum(child.pending > 0 for child in children)
+            free = 0 if node.leases else 1
+            for i, amount in enumerate((node.parent is not None, device, host, free * device, free * host)):
+                counts[i] += amount
         assert not held, "a lease ends outside the tree"
-        counts = (self.num_nodes, self.num_pages, self.evictable_pages)
-        assert (nodes, pages, evictable) == counts, f"{(nodes, pages, evictable)} counted, {counts} kept"
+        kept = [self.num_nodes, self.device_pages, self.host_pages]
+        kept += [self.evictable_device_pages, self.evictable_host_pages]
+        assert counts == kept, f"{counts} counted, {kept} kept"
+
+    # ------------------------------------------------------------------------------------------------------------
+    # The tree
 
     def _walk(self, root: Node, raw: bytes) -> tuple[Node, int, Node | None, int]:
         """`(node, pages, child, common)`: `pages` match up to the end of `node`, and `common` more inside `child`."""
@@ -220,71 +435,198 @@ class RadixIndex:
         right = np.frombuffer(raw, np.int32, size // 4, at)
         return int((left != right).argmax()) * 4 // self._page_bytes
 
+    def _path(self, node: Node) -> list[Node]:
+        """From the root to `node`."""
+        path = [node]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        return path[::-1]
+
+    def _match(self, node: Node, pages: int) -> Match:
+        self._tick += 1
+        device: list[I32] = []
+        host: list[I32] = []
+        step: Node | None = node
+        while step is not None:
+            self._hold(step)
+            step.used = self._tick
+            have = step.device.shape[1]
+            if have < step.length:
+                host.append(step.host[:, have:])
+            if have:
+                device.append(step.device)
+            step = step.parent
+        return Match(Lease(node, pages), self._joined(device), self._joined(host))
+
+    def _joined(self, runs: list[I32]) -> I32:
+        """Runs, the last first, as one."""
+        return np.concatenate(runs[::-1], axis=1) if runs else self._none
+
     def _hold(self, node: Node) -> None:
         if not node.leases:
-            self.evictable_pages -= len(node)
+            self.evictable_device_pages -= node.device.shape[1]
+            self.evictable_host_pages -= node.host.shape[1]
         node.leases += 1
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut a node after `at` pages. The head is new; the node keeps its tail, its children and its leases' ends."""
         parent = node.parent
-        assert parent is not None and 0 < at < len(node)
+        assert parent is not None and 0 < at < node.length
         cut = at * self._page_bytes
-        head = Node(parent, node.key[:cut], node.pages[:, :at].copy(), node.filled_by[:at].copy())
-        head.leases, head.used, head.last_step = node.leases, node.used, node.last_step
+        head = Node(parent, node.key[:cut], at, node.device[:, :at].copy(), node.host[:, :at].copy())
+        head.filled_by = node.filled_by[:at].copy()
+        head.pending = min(node.pending, at)
+        head.leases, head.used, head.hits, head.last_step = node.leases, node.used, node.hits, node.last_step
         parent.children[head.key[: self._page_bytes]] = head
         node.parent = head
-        node.key, node.pages, node.filled_by = node.key[cut:], node.pages[:, at:].copy(), node.filled_by[at:].copy()
+        node.key, node.length = node.key[cut:], node.length - at
+        node.device, node.host = node.device[:, at:].copy(), node.host[:, at:].copy()
+        node.filled_by = node.filled_by[at:].copy()
+        node.pending = max(0, node.pending - at)
         head.children[node.key[: self._page_bytes]] = node
+        head.device_children = int(node.device.shape[1] > 0)
+        head.host_children = int(node.pending > 0)
         self.num_nodes += 1
+        self._offer(head)
+        self._offer(node)
         return head
 
     def _append(self, node: Node, raw: bytes, pages: I32, step: int) -> Node:
-        """Put pages behind `node`, which the caller has leased: into it where nobody else has and nothing follows (a
-        request that grows page by page stays one node), else into a new child with the caller's lease."""
-        filled_by = np.full(pages.shape[1], step, np.int64)
-        self.num_pages += pages.shape[1]
+        """Put device pages behind `node`, which the caller has leased: into it where nobody else has and nothing
+        follows (a request that grows page by page stays one node), else into a new child with the caller's lease."""
+        count = pages.shape[1]
         if node.leases == 1 and not node.children and node.parent is not None:
             node.key += raw
-            node.pages = np.concatenate((node.pages, pages), axis=1)
-            node.filled_by = np.concatenate((node.filled_by, filled_by))
+            node.length += count
+            self._set_device(node, pages, step)
             return node
-        child = Node(node, raw, pages.copy(), filled_by)
+        child = Node(node, raw, count, self._none, self._none)
         child.leases = 1
         child.used = self._tick
         node.children[raw[: self._page_bytes]] = child
         self.num_nodes += 1
+        self._set_device(child, pages, step)
         return child
 
+    def _set_device(self, node: Node, pages: I32, step: int) -> None:
+        """Device pages behind those that the node has, matchable from now on."""
+        count = pages.shape[1]
+        if not node.device.shape[1] and node.parent is not None:
+            node.parent.device_children += 1
+        node.device = np.concatenate((node.device, pages), axis=1)
+        node.filled_by = np.concatenate((node.filled_by, np.full(count, step, np.int64)))
+        node.last_step = max(node.last_step, step)
+        self.device_pages += count
+        if not node.leases:
+            self.evictable_device_pages += count
+
+    def _cut_device(self, node: Node, keep: int) -> None:
+        gone = node.device.shape[1] - keep
+        self.device_pages -= gone
+        if not node.leases:
+            self.evictable_device_pages -= gone
+        node.device, node.filled_by = node.device[:, :keep].copy(), node.filled_by[:keep].copy()
+        if gone and not keep and node.parent is not None:
+            node.parent.device_children -= 1
+
+    def _cut_host(self, node: Node, keep: int) -> None:
+        gone = node.host.shape[1] - keep
+        self.host_pages -= gone
+        if not node.leases:
+            self.evictable_host_pages -= gone
+        node.host = node.host[:, :keep].copy()
+        node.pending = keep
+        if gone and not keep and node.parent is not None:
+            node.parent.host_children -= 1
+
+    def _give_up(self, node: Node) -> None:
+        """Copies to the host of this node's pages will not come."""
+        if node.pending and not node.host.shape[1] and node.parent is not None:
+            node.parent.host_children -= 1
+        node.pending = node.host.shape[1]
+
+    def _prune(self, node: Node) -> list[Dropped]:
+        """Drop everything below a node, all of it on the host: what it continues is about to go."""
+        dropped: list[Dropped] = []
+        stack = list(node.children.values())
+        while stack:
+            below = stack.pop()
+            assert not below.leases and not below.device.shape[1]
+            stack.extend(below.children.values())
+            dropped.append(Dropped(self._none, below.host, below.last_step))
+            self.host_pages -= below.host.shape[1]
+            self.evictable_host_pages -= below.host.shape[1]
+            self.num_nodes -= 1
+            below.parent = None
+            below.device, below.host = self._none, self._none
+        node.children.clear()
+        node.host_children = 0
+        return dropped
+
+    def _settle(self, node: Node) -> None:
+        """After a cut: shorten the node to what a tier still has, or remove it; and offer what may go next."""
+        parent = node.parent
+        assert parent is not None
+        length = max(node.device.shape[1], node.host.shape[1])
+        if length < node.length:
+            assert not node.children, "what follows a lost page is indexed"
+            first = node.key[: self._page_bytes]
+            node.key, node.length = node.key[: length * self._page_bytes], length
+            if not length:
+                del parent.children[first]
+                node.parent = None
+                self.num_nodes -= 1
+        if node.parent is not None:
+            self._offer(node)
+        self._offer(parent)
+
     def _offer(self, node: Node) -> None:
-        """Remember a node for eviction if it is a leaf that nobody leases. Stale entries are skipped when met, and
-        swept out when they outnumber the nodes."""
-        if node.leases or node.children:
-            return
+        """Remember a node for eviction where it is a leaf of a tier; forget a root that is empty."""
         if node.parent is None:
-            del self._roots[node.key]
+            if not node.leases and not node.children and not node.length and self._roots.get(node.key) is node:
+                del self._roots[node.key]
+            return
+        self._device_lru.push(node, self.num_nodes)
+        self._host_lru.push(node, self.num_nodes)
+
+
+def _is_device_leaf(node: Node) -> bool:
+    return not node.leases and node.parent is not None and node.device.shape[1] > 0 and not node.device_children
+
+
+def _is_host_leaf(node: Node) -> bool:
+    return not node.leases and node.parent is not None and node.host.shape[1] > 0 and not node.host_children
+
+
+class _Lru:
+    """The leaves of a tier in the order of their last use. Entries that are no longer true are skipped when met, and
+    swept out when they outnumber the nodes."""
+
+    def __init__(self, is_leaf: Callable[[Node], bool]) -> None:
+        self._is_leaf = is_leaf
+        self._heap: list[tuple[int, int, Node]] = []
+        self._pushes = 0
+
+    def push(self, node: Node, nodes: int = 1 << 62) -> None:
+        """Offer a node; `nodes` is how many there are."""
+        if not self._is_leaf(node):
             return
         self._pushes += 1
         heapq.heappush(self._heap, (node.used, self._pushes, node))
-        if len(self._heap) > 2 * self.num_nodes + 64:
-            live = {id(leaf): (used, order, leaf) for used, order, leaf in self._heap if self._evictable(leaf, used)}
+        if len(self._heap) > 2 * nodes + 64:
+            live = {
+                id(entry[2]): entry for entry in self._heap if entry[2].used == entry[0] and self._is_leaf(entry[2])
+            }
             self._heap = list(live.values())
             heapq.heapify(self._heap)
 
-    def _evictable(self, node: Node, used: int) -> bool:
-        return not node.leases and not node.children and node.used == used and node.parent is not None
+    def pop(self) -> Node | None:
+        """The leaf that was unused for longest."""
+        while self._heap:
+            used, _, node = heapq.heappop(self._heap)
+            if node.used == used and self._is_leaf(node):
+                return node
+        return None
 
-    def _drop_tail(self, node: Node, keep: int) -> None:
-        parent = node.parent
-        assert parent is not None
-        self.num_pages -= len(node) - keep
-        self.evictable_pages -= len(node) - keep
-        if keep:
-            node.key = node.key[: keep * self._page_bytes]
-            node.pages, node.filled_by = node.pages[:, :keep].copy(), node.filled_by[:keep].copy()
-            self._offer(node)
-        else:
-            del parent.children[node.key[: self._page_bytes]]
-            node.parent = None
-            self.num_nodes -= 1
-            self._offer(parent)
+    def clear(self) -> None:
+        self._heap.clear()
