@@ -73,6 +73,8 @@ class EngineOptions(msgspec.Struct, frozen=True):
     """The largest prefill chunk, whatever the budget: the ring is sized by it."""
     prefill_tokens: int = 0
     """Prefill tokens a step; 0 lets the cost model keep mixed steps under `TARGET_STEP_MS`."""
+    warm_up: bool = True
+    """Let the device measure a few steps before it is ready: the cost model is made of them."""
     overlap: bool = True
     """Launch step n+1 before n is collected."""
     reuse: bool = True
@@ -103,7 +105,7 @@ class Engine:
         self._stop_ids: NDArray[np.bool_] = np.zeros(start.ring.vocab, np.bool_)
         self._pending_ends: list[Finished] = []
         # The device and the steps it has.
-        pools = MakePools(options.num_pages, options.max_chunk_tokens)
+        pools = MakePools(options.num_pages, options.max_chunk_tokens if options.warm_up else 0)
         self._device = Device(connect, (start, pools), self._device_ready, self._collect, self._device_lost)
         self._costs = CostModel(())
         self._clock = LaunchClock()

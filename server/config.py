@@ -1,0 +1,258 @@
+"""What a user may set: one struct, checked once. The only module that reads the environment.
+
+`Settings` that exist are valid: `__post_init__` refuses the rest with a sentence that names the flag, the value and
+what is allowed. What depends on the machine or the model (does it fit, how many threads) is decided in `sizing`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+
+import msgspec
+
+from headrace.server.models import DEFAULT_MODEL, cache_folder
+
+MAX_CHAT_TEMPLATE_BYTES: Final = 1 << 20
+
+
+class BadSetting(ValueError):
+    """A flag, or two flags together, can't be; the message says which and what to give instead."""
+
+
+class Rule(NamedTuple):
+    """What a flag may be."""
+
+    kind: type[str] | type[int] | type[float] | type[bool]
+    """What its text is read as; a bool takes no text."""
+    allowed: str
+    """Follows "give": "a whole number from 0 to 65535"."""
+    holds: Callable[[Any], bool]
+
+
+def _whole(low: int, high: int, also: str = "") -> Rule:
+    allowed = f"a whole number from {low} to {high}" + (f" ({also})" if also else "")
+    return Rule(int, allowed, lambda value: type(value) is int and low <= value <= high)
+
+
+def _seconds(low: float, high: float, also: str = "") -> Rule:
+    allowed = f"seconds from {low:g} to {high:g}" + (f" ({also})" if also else "")
+    return Rule(float, allowed, lambda value: type(value) in (int, float) and low <= value <= high)
+
+
+def _one_of(literal: object) -> Rule:
+    names = get_args(literal)
+    allowed = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+    return Rule(str, allowed, lambda value: value in names)
+
+
+def _text(allowed: str, pattern: str) -> Rule:
+    matches = re.compile(pattern).fullmatch
+    return Rule(str, allowed, lambda value: isinstance(value, str) and matches(value) is not None)
+
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+Device: TypeAlias = Literal["auto", "cpu"]
+Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
+Quantization: TypeAlias = Literal["none"]
+SchedulePolicy: TypeAlias = Literal["fcfs"]
+
+_SWITCH: Final = Rule(bool, "no value: it is a switch", lambda value: type(value) is bool)
+_KEY: Final = _text("8 to 512 printable ASCII characters without spaces", r"[!-~]{8,512}")
+
+RULES: Final[Mapping[str, Rule]] = {
+    "model_path": _text("the name of a known model (`headrace models list`) or the path of a GGUF file", r".+"),
+    "served_model_name": _text("a name of 1 to 256 characters", r"[^\x00-\x1f\x7f]{1,256}"),
+    "chat_template": _text("the path of a Jinja file", r".+"),
+    "host": _text("an address or a host name alone, such as 127.0.0.1 or 0.0.0.0", r"[0-9A-Za-z.:_%-]+"),
+    "port": _whole(0, 65535, "0: any free one"),
+    "api_key": _KEY,
+    "admin_api_key": _KEY,
+    "log_level": _one_of(LogLevel),
+    "request_timeout_s": _seconds(0, 1e6, "0: no limit"),
+    "drain_timeout_s": _seconds(0, 3600),
+    "device": _one_of(Device),
+    "dtype": _one_of(Dtype),
+    "quantization": _one_of(Quantization),
+    "cpu_threads": _whole(1, 1024),
+    "context_length": _whole(2, 1 << 24),
+    "max_total_tokens": _whole(1, 1 << 31),
+    "mem_fraction_static": Rule(
+        float, "a fraction above 0 and below 1", lambda value: type(value) is float and 0 < value < 1
+    ),
+    "page_size": Rule(
+        int,
+        "a power of two from 1 to 256",
+        lambda value: type(value) is int and 1 <= value <= 256 and value & (value - 1) == 0,
+    ),
+    "max_running_requests": _whole(1, 1024),
+    "max_queued_requests": _whole(1, 1_000_000),
+    "max_queued_tokens": _whole(1, 1 << 31),
+    "chunked_prefill_size": Rule(
+        int,
+        "a whole number from 1 to 65536, or -1 (whole prompts, no chunks)",
+        lambda value: type(value) is int and (value == -1 or 1 <= value <= 65536),
+    ),
+    "schedule_policy": _one_of(SchedulePolicy),
+    "schedule_conservativeness": Rule(
+        float, "a factor from 0.1 to 10", lambda value: type(value) in (int, float) and 0.1 <= value <= 10
+    ),
+    "disable_overlap_schedule": _SWITCH,
+    "disable_radix_cache": _SWITCH,
+    "skip_server_warmup": _SWITCH,
+    "watchdog_timeout": _seconds(1, 86400),
+}
+
+
+def model_cache() -> Path:
+    """Folder of fetched models, for commands that need no other setting."""
+    return cache_folder(os.environ)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that was chosen for this server. None: decided at start, as the flag's help says.
+
+    Fields are the flags without their dashes, so that a message can name the flag of a field.
+    """
+
+    model_path: str = DEFAULT_MODEL
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    log_level: LogLevel = "info"
+    request_timeout_s: float = 3600.0
+    drain_timeout_s: float = 30.0
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    quantization: Quantization = "none"
+    cpu_threads: int | None = None
+    context_length: int | None = None
+    max_total_tokens: int | None = None
+    mem_fraction_static: float | None = None
+    page_size: int = 16
+    max_running_requests: int = 64
+    max_queued_requests: int = 512
+    max_queued_tokens: int | None = None
+    chunked_prefill_size: int | None = None
+    schedule_policy: SchedulePolicy = "fcfs"
+    schedule_conservativeness: float = 1.0
+    disable_overlap_schedule: bool = False
+    disable_radix_cache: bool = False
+    skip_server_warmup: bool = False
+    watchdog_timeout: float = 300.0
+    cache: Path = msgspec.field(default_factory=model_cache)
+    """Folder of fetched models. No flag: from the environment."""
+
+    def __post_init__(self) -> None:
+        for field, rule in RULES.items():
+            value = getattr(self, field)
+            if value is not None and not rule.holds(value):
+                raise BadSetting(_refusal(field, value, rule))
+        _check_together(self)
+        if self.chat_template is not None:
+            _check_chat_template(Path(self.chat_template))
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.public().items())})"
+
+    @property
+    def model_name(self) -> str:
+        """What the API calls the model: --served-model-name, else the model's name or its file's."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return Path(self.model_path).name.removesuffix(".gguf") or self.model_path
+
+    @property
+    def exposed(self) -> bool:
+        """Whether other machines may reach the server."""
+        if self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
+
+    def warnings(self) -> list[str]:
+        """Choices that are allowed, and that the user should know of."""
+        if self.exposed and self.api_key is None:
+            return [
+                f"--host {self.host} lets other machines use this server, and without a key anyone who reaches it can. "
+                "Set --api-key, or keep --host 127.0.0.1."
+            ]
+        return []
+
+    def public(self) -> dict[str, Any]:
+        """Field by field, fit for logs and `/server_info`: a key shows only that it is set."""
+        values: dict[str, Any] = msgspec.structs.asdict(self)
+        for name in ("api_key", "admin_api_key"):
+            values[name] = None if values[name] is None else "(set)"
+        values["cache"] = str(self.cache)
+        return values
+
+
+def flag_of(field: str) -> str:
+    """The flag that sets a field."""
+    return "--" + field.replace("_", "-")
+
+
+def settings_from(flags: Mapping[str, str | bool], environ: Mapping[str, str] = os.environ) -> Settings:
+    """Settings from what stood on the command line, by field, and the environment. Raises BadSetting.
+
+    Keys may come as HEADRACE_API_KEY and HEADRACE_ADMIN_API_KEY: a command line is there for every user of the
+    machine to read.
+    """
+    given: dict[str, Any] = {"cache": cache_folder(environ)}
+    for field in ("api_key", "admin_api_key"):
+        if (key := environ.get(f"HEADRACE_{field.upper()}")) is not None:
+            given[field] = key
+    for field, value in flags.items():
+        given[field] = _parse(field, value) if isinstance(value, str) else value
+    return Settings(**given)
+
+
+def _parse(field: str, text: str) -> str | int | float:
+    rule = RULES[field]
+    try:
+        return rule.kind(text)
+    except ValueError:
+        raise BadSetting(_refusal(field, text, rule)) from None
+
+
+def _refusal(field: str, value: object, rule: Rule) -> str:
+    shown = "(hidden)" if field.endswith("api_key") else value if value != "" else '""'
+    return f"{flag_of(field)} {shown}: give {rule.allowed}."
+
+
+def _check_together(settings: Settings) -> None:
+    """Numbers that contradict each other, whatever the model and the machine."""
+    context, pool = settings.context_length, settings.max_total_tokens
+    if context is not None and pool is not None and context > pool:
+        raise BadSetting(
+            f"--context-length {context} is more than the cache of --max-total-tokens {pool} can hold: "
+            f"give --max-total-tokens {context} or more, or --context-length {pool} or less."
+        )
+    if context is not None and settings.max_queued_tokens is not None and context > settings.max_queued_tokens:
+        raise BadSetting(
+            f"A prompt as long as --context-length {context} could never wait under --max-queued-tokens "
+            f"{settings.max_queued_tokens}: give --max-queued-tokens {context} or more, or a shorter context."
+        )
+    if settings.admin_api_key is not None and settings.admin_api_key == settings.api_key:
+        raise BadSetting("--admin-api-key is the same as --api-key: give another, or leave it out.")
+
+
+def _check_chat_template(path: Path) -> None:
+    if not path.is_file():
+        raise BadSetting(f"--chat-template {path}: there is no such file. Give the path of a Jinja file.")
+    size_bytes = path.stat().st_size
+    if size_bytes > MAX_CHAT_TEMPLATE_BYTES:
+        raise BadSetting(
+            f"--chat-template {path} has {size_bytes} bytes; a template may have {MAX_CHAT_TEMPLATE_BYTES}. "
+            "Is this the right file?"
+        )

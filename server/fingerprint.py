@@ -1,0 +1,42 @@
+"""What tells one model's KV pages from another's: a hash over everything that shapes their bytes.
+
+Two files of equal shape and other weights must differ, so the weights are read: all of a small model (xxh3 takes 2 ms
+for 100 MB), and of each tensor of a large one four blocks, so that a change to any single tensor is seen as a rule and
+one to all of them always.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import xxhash
+
+from headrace.kvcache.layout import KvLayout
+from headrace.ops.weights.gguf import GgufFile
+
+WHOLE_BYTES: Final = 1 << 30
+_BLOCK_BYTES: Final = 64 << 10
+_BLOCKS: Final = 4
+_NUMERICS: Final = b"headrace-kv-1"
+"""Counted up when a kernel changes what it writes into a page."""
+
+
+def model_fingerprint(file: GgufFile, layout: KvLayout, dtype: str, quantization: str) -> bytes:
+    """16 bytes over weights, shapes, constants, dtype, quantization and page layout."""
+    digest = xxhash.xxh3_128()
+    whole = sum(info.size_bytes for info in file.tensors.values()) <= WHOLE_BYTES
+    # The tokenizer and the template don't shape pages; the ids do, and those are hashed page by page.
+    constants = {key: value for key, value in file.metadata.items() if not key.startswith(("tokenizer.", "general."))}
+    described = [constants, dtype, quantization, _NUMERICS, layout.fingerprint()]
+    digest.update(msgspec.msgpack.encode(described, order="sorted"))
+    for name, info in sorted(file.tensors.items()):
+        data = file.bytes_of(info)
+        digest.update(msgspec.msgpack.encode([name, info.shape, info.kind]))
+        if whole or info.size_bytes <= _BLOCKS * _BLOCK_BYTES:
+            digest.update(data)
+            continue
+        stride = (info.size_bytes - _BLOCK_BYTES) // (_BLOCKS - 1)
+        for block in range(_BLOCKS):
+            digest.update(data[block * stride : block * stride + _BLOCK_BYTES])
+    return digest.digest()

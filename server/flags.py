@@ -1,0 +1,263 @@
+"""The flags of `headrace serve`: the manual that --help prints, and what to say to flags of other servers.
+
+A flag sets the field of `Settings` that has its name. Names and meanings are SGLang's where SGLang has the thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+import msgspec
+
+from headrace.server.config import RULES, BadSetting, Settings, flag_of
+from headrace.server.models import DEFAULT_MODEL
+
+
+class Flag(NamedTuple):
+    field: str
+    value: str
+    """What stands for the value in --help: its unit, or its kind."""
+    help: str
+    """What it does; where the field's default is None, what is done then."""
+
+
+MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
+    "model": (
+        Flag("model_path", "MODEL", "A known model's name, fetched when it isn't cached, or the path of a GGUF file."),
+        Flag("served_model_name", "NAME", "What the API calls the model, beside `default`. Default: its own name."),
+        Flag("chat_template", "FILE", "A Jinja chat template. Default: the one in the model file."),
+        Flag("context_length", "TOKENS", "Longest prompt plus output. Default: the model's, or what memory holds."),
+    ),
+    "address and keys": (
+        Flag("host", "ADDRESS", "Address to listen on; 0.0.0.0 is every interface of the machine."),
+        Flag("port", "PORT", "Port to listen on; 0 takes any free one."),
+        Flag("api_key", "KEY", "Key that requests must bear; safer in HEADRACE_API_KEY. Default: none is needed."),
+        Flag(
+            "admin_api_key",
+            "KEY",
+            "Key for what changes the server (flushing, aborting all); also HEADRACE_ADMIN_API_KEY. "
+            "Default: --api-key opens these too.",
+        ),
+    ),
+    "device and precision": (
+        Flag("device", "DEVICE", "What the model runs on."),
+        Flag("dtype", "DTYPE", "Of weights, activations and KV; auto is bfloat16 where the CPU has it in hardware."),
+        Flag("quantization", "METHOD", "How weights are kept; none unpacks them to --dtype."),
+        Flag(
+            "cpu_threads",
+            "THREADS",
+            "Threads of the model on a CPU. Default: one less than the cores, which leaves one to the server.",
+        ),
+    ),
+    "memory": (
+        Flag(
+            "mem_fraction_static",
+            "FRACTION",
+            "Share of the free memory that weights and KV cache take together. "
+            "Default: what the weights take, and a cache of 1 GiB or of one context; less where memory is short.",
+        ),
+        Flag("max_total_tokens", "TOKENS", "Size of the KV cache. Default: from --mem-fraction-static."),
+        Flag("page_size", "TOKENS", "Tokens in a page, the unit in which KV is kept and reused."),
+        Flag("disable_radix_cache", "", "Keep no KV for later requests with the same beginning."),
+    ),
+    "scheduling": (
+        Flag("max_running_requests", "REQUESTS", "Requests that are computed together."),
+        Flag("max_queued_requests", "REQUESTS", "Requests that may wait; more are answered 503."),
+        Flag(
+            "max_queued_tokens",
+            "TOKENS",
+            "Prompt tokens that may wait; more are answered 503. Default: 262144, or one context if that is longer.",
+        ),
+        Flag(
+            "chunked_prefill_size",
+            "TOKENS",
+            "Prompt tokens computed in one step; -1 takes whole prompts. "
+            "Default: measured at start, so that a step takes under 200 ms.",
+        ),
+        Flag("schedule_policy", "POLICY", "Order in which waiting requests start."),
+        Flag(
+            "schedule_conservativeness",
+            "FACTOR",
+            "Scales the outputs that running requests are expected to add before a new one starts: "
+            "more preempts less, less runs more at once.",
+        ),
+        Flag("disable_overlap_schedule", "", "Prepare a step only when the one before has ended: slower, same output."),
+        Flag("request_timeout_s", "SECONDS", "End a request this long after it came; 0 never does."),
+    ),
+    "start, logs, end": (
+        Flag("skip_server_warmup", "", "Be ready sooner, with a slow first request and a guessed prefill chunk."),
+        Flag("watchdog_timeout", "SECONDS", "Restart the device worker when one step takes longer than this."),
+        Flag("log_level", "LEVEL", "Least serious messages to print."),
+        Flag("drain_timeout_s", "SECONDS", "After Ctrl-C or SIGTERM: time for running requests to end."),
+    ),
+}
+
+_ALIASES: Final = {"model_path": ("--model",)}
+
+_EXAMPLES: Final = f"""\
+examples:
+  headrace serve             # {DEFAULT_MODEL} on 127.0.0.1:30000
+  headrace serve --model-path ./model.gguf --port 8080 --context-length 4096
+
+environment:
+  HEADRACE_CACHE             folder of fetched models (default: headrace in XDG_CACHE_HOME or ~/.cache)
+  HEADRACE_API_KEY           as --api-key, hidden from other users of the machine
+  HEADRACE_ADMIN_API_KEY     as --admin-api-key
+"""
+
+
+def serve_parser(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the flags of `headrace serve`. Values stay text: `settings_from` reads and checks them."""
+    parser.formatter_class = Manual
+    parser.usage = "headrace serve [FLAG [VALUE]]..."
+    parser.epilog = _EXAMPLES
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
+    for title, flags in MANUAL.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            names = (flag_of(flag.field), *_ALIASES.get(flag.field, ()))
+            options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
+            if RULES[flag.field].kind is bool:
+                group.add_argument(*names, action="store_true", help=flag.help, **options)
+                continue
+            group.add_argument(
+                *names, metavar=flag.value, help=_describe(flag, defaults[flag.field]).replace("%", "%%"), **options
+            )
+
+
+def _describe(flag: Flag, default: object) -> str:
+    parts = [flag.help]
+    if flag.value in ("DEVICE", "DTYPE", "LEVEL"):
+        parts.append(f"One of {RULES[flag.field].allowed}.")
+    if default is not None:
+        parts.append(f"Default: {default:g}." if isinstance(default, float) else f"Default: {default}.")
+    return " ".join(parts)
+
+
+class Manual(argparse.RawDescriptionHelpFormatter):
+    """--help with room: flags in a column of their own, examples as they are written."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, 110)
+        super().__init__(prog, max_help_position=36, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """A flag is never broken at its hyphens: it could not be found or copied."""
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence, without the list of all flags before it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises BadSetting."""
+        message = message.removeprefix("argument ")
+        name, _, reason = message.partition(": ")
+        flag = name.partition("/")[0]
+        if reason == "expected one argument" and (rule := RULES.get(flag.removeprefix("--").replace("-", "_"))):
+            raise BadSetting(f"{flag} needs a value: give {rule.allowed}.")
+        raise BadSetting(message)
+
+
+def refuse_unknown(extras: Sequence[str]) -> None:
+    """Raise BadSetting for what the parser did not know, naming the flag that was meant, where that can be told."""
+    if not extras:
+        return
+    name = next((word for word in extras if word.startswith("-")), None)
+    if name is None:
+        raise BadSetting(
+            f"What is {extras[0]!r}? A model is given as --model-path {extras[0]}; other values need a flag."
+        )
+    name = name.partition("=")[0]
+    if (answer := FOREIGN.get(name)) is not None:
+        raise BadSetting(f"{name} is not a flag here: {answer}")
+    ours = [flag_of(field) for field in RULES]
+    near = difflib.get_close_matches(name, ours, n=1, cutoff=0.75)
+    meant = f"Did you mean {near[0]}?" if near else "`headrace serve --help` lists all."
+    raise BadSetting(f"{name} is not a flag of headrace. {meant}")
+
+
+_CHUNK: Final = "use --chunked-prefill-size TOKENS."
+_CONTEXT: Final = "use --context-length TOKENS."
+_FRACTION: Final = "use --mem-fraction-static FRACTION, or --max-total-tokens TOKENS."
+_ONE_DEVICE: Final = "the model runs on one device for now."
+_NO_TIERS: Final = "the KV cache lives in the device's memory alone for now; --max-total-tokens sets its size."
+_RUNNING: Final = "use --max-running-requests REQUESTS."
+_OF_THE_FILE: Final = "tokenizer, template and shape are read from the model file."
+
+FOREIGN: Final[Mapping[str, str]] = {
+    # vLLM
+    "--max-model-len": _CONTEXT,
+    "--max-num-seqs": _RUNNING,
+    "--max-num-queued-reqs": "use --max-queued-requests REQUESTS.",
+    "--max-num-queued-tokens": "use --max-queued-tokens TOKENS.",
+    "--max-num-batched-tokens": _CHUNK,
+    "--enable-chunked-prefill": "prompts are always computed in chunks; --chunked-prefill-size sets their length.",
+    "--block-size": "use --page-size TOKENS.",
+    "--gpu-memory-utilization": _FRACTION,
+    "--kv-cache-memory-bytes": "use --max-total-tokens TOKENS; the table at start says how many bytes they are.",
+    "--tensor-parallel-size": _ONE_DEVICE,
+    "--pipeline-parallel-size": _ONE_DEVICE,
+    "-tp": _ONE_DEVICE,
+    "--scheduling-policy": "use --schedule-policy POLICY.",
+    "--async-scheduling": "steps overlap already; --disable-overlap-schedule turns that off.",
+    "--no-async-scheduling": "use --disable-overlap-schedule.",
+    "--enable-prefix-caching": "prefixes are reused already; --disable-radix-cache turns that off.",
+    "--no-enable-prefix-caching": "use --disable-radix-cache.",
+    "--kv-offloading-size": _NO_TIERS,
+    "--uvicorn-log-level": "use --log-level LEVEL.",
+    "--tokenizer": _OF_THE_FILE,
+    "--trust-remote-code": "code from a model's folder is never run; leave the flag out.",
+    # SGLang
+    "--tp-size": _ONE_DEVICE,
+    "--tp": _ONE_DEVICE,
+    "--dp-size": _ONE_DEVICE,
+    "--tokenizer-path": _OF_THE_FILE,
+    "--enable-hierarchical-cache": _NO_TIERS,
+    "--hicache-ratio": _NO_TIERS,
+    "--hicache-size": _NO_TIERS,
+    "--hicache-write-policy": _NO_TIERS,
+    "--hicache-storage-backend": _NO_TIERS,
+    "--hicache-storage-prefetch-policy": _NO_TIERS,
+    "--enable-metrics": "/metrics is always there; leave the flag out.",
+    "--enable-cache-report": "cached tokens are always reported; leave the flag out.",
+    "--allow-auto-truncate": "a prompt that is too long is refused with both lengths, nothing is cut unseen.",
+    "--skip-warmup": "use --skip-server-warmup.",
+    "--random-seed": "a seed belongs to a request: `seed` in its body.",
+    # llama-server
+    "-m": "use --model-path MODEL.",
+    "-hf": "use --model-path with the name of a known model (`headrace models list`) or a file.",
+    "-a": "use --served-model-name NAME.",
+    "--alias": "use --served-model-name NAME.",
+    "-c": _CONTEXT,
+    "--ctx-size": _CONTEXT,
+    "-np": _RUNNING,
+    "--parallel": _RUNNING,
+    "-b": _CHUNK,
+    "--batch-size": _CHUNK,
+    "-ub": _CHUNK,
+    "--ubatch-size": _CHUNK,
+    "-t": "use --cpu-threads THREADS.",
+    "--threads": "use --cpu-threads THREADS.",
+    "-ngl": _ONE_DEVICE,
+    "--n-gpu-layers": _ONE_DEVICE,
+    "-sm": _ONE_DEVICE,
+    "--split-mode": _ONE_DEVICE,
+    "--fit": "memory is always fitted before loading; --mem-fraction-static sets the share.",
+    "--cache-ram": _NO_TIERS,
+    "--api-key-file": "put the key into the environment as HEADRACE_API_KEY.",
+    "--chat-template-file": "use --chat-template FILE.",
+    "--jinja": "chat templates are always Jinja; leave the flag out.",
+    "--context-shift": "a context that is full ends the request with finish_reason `length`.",
+    "-to": "use --request-timeout-s SECONDS.",
+    "--timeout": "use --request-timeout-s SECONDS.",
+}
+"""What users of vLLM, SGLang and llama-server will type, and what to use here."""

@@ -1,0 +1,158 @@
+"""From settings to a running server: bind, read the header, plan the memory, start the worker, serve.
+
+Order is for whoever waits. The port comes first, so that a busy one fails before anything is loaded; then the header
+(40 ms), so that a model that can't run, or doesn't fit, is refused before a process is started; then the worker, which
+imports torch for a second, while this process builds the tokenizer beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import uvloop
+from rich.console import Console
+
+from headrace.ops.models.config import ModelConfig
+from headrace.ops.weights.gguf import GgufFile
+from headrace.ops.wire import GroupShape, RingGeometry, Start
+from headrace.sched.batch import max_batch_bytes
+from headrace.sched.engine import Engine, EngineOptions
+from headrace.sched.executors.protocol import DeviceUnavailable
+from headrace.sched.executors.worker_process import WorkerProcess
+from headrace.server.api import Api, ApiSettings
+from headrace.server.config import Settings
+from headrace.server.fingerprint import model_fingerprint
+from headrace.server.hardware import read_hardware
+from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
+from headrace.server.models import NotCached, fetch_model, resolve, shown_progress
+from headrace.server.sizing import MemoryPlan, memory_table, plan_memory
+from headrace.server.text import TextService
+
+RING_SLOTS: Final = 3
+"""Two steps in flight and one being prepared."""
+
+
+def serve(settings: Settings) -> int:
+    """Serve until a signal; the process's exit code.
+
+    Raises BadSetting, ModelProblem, BadModelFile, UnsupportedModel where the settings, the model and the machine don't
+    go together.
+    """
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        sock = bind(settings.host, settings.port)
+    except CannotListen as problem:
+        print(f"headrace: {problem}", file=sys.stderr)
+        return 1
+    with sock:
+        path = model_file(settings)
+        hardware = read_hardware()
+        file = GgufFile.open(path)
+        try:
+            model = ModelConfig.from_gguf(file)
+            plan = plan_memory(model, settings, hardware)
+            Console(stderr=True).print(memory_table(model, plan, hardware))
+            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization)
+            options = engine_options(settings, path, model, plan, fingerprint)
+            template = chat_template(settings, file)
+        finally:
+            file.close()
+        api_settings = _api_settings(settings, plan)
+        return uvloop.run(_serve(sock, settings, path, options, api_settings, template))
+
+
+def model_file(settings: Settings) -> Path:
+    """The model's file, fetched if it has a name that is known and is not cached yet."""
+    try:
+        return resolve(settings.model_path, settings.cache)
+    except NotCached:
+        with shown_progress(sys.stderr) as progress:
+            return fetch_model(settings.model_path, settings.cache, progress)
+
+
+def engine_options(
+    settings: Settings, path: Path, model: ModelConfig, plan: MemoryPlan, fingerprint: bytes
+) -> EngineOptions:
+    """What the engine and the worker are told: the plan, in their words."""
+    layout, slots, chunk = plan.layout, plan.max_running_requests, plan.max_chunk_tokens
+    room = max_batch_bytes(slots, plan.max_context_tokens, chunk, layout.page_tokens, len(layout.groups))
+    start = Start(
+        model_path=str(path),
+        dtype=plan.dtype,
+        quantization=settings.quantization,
+        threads=plan.cpu_threads,
+        max_slots=slots,
+        max_context_tokens=plan.max_context_tokens,
+        page_tokens=layout.page_tokens,
+        ring=RingGeometry(RING_SLOTS, room, slots, chunk, model.vocab_size),
+        groups=[
+            GroupShape(group.kind, group.window_tokens, list(group.layers), group.kv_heads, group.head_dim)
+            for group in layout.groups
+        ],
+    )
+    return EngineOptions(
+        layout=layout,
+        start=start,
+        num_pages=list(plan.num_pages),
+        fingerprint=fingerprint,
+        max_chunk_tokens=chunk,
+        prefill_tokens=plan.prefill_tokens,
+        warm_up=not settings.skip_server_warmup,
+        overlap=not settings.disable_overlap_schedule,
+        reuse=not settings.disable_radix_cache,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=plan.max_queued_tokens,
+        conservativeness=settings.schedule_conservativeness,
+        step_timeout_s=settings.watchdog_timeout,
+    )
+
+
+def chat_template(settings: Settings, file: GgufFile) -> str | None:
+    """The source of the chat template: --chat-template, else the model's own, if it has one."""
+    if settings.chat_template is not None:
+        return Path(settings.chat_template).read_text(encoding="utf-8")
+    source = file.metadata.get("tokenizer.chat_template")
+    return source if isinstance(source, str) else None
+
+
+async def _serve(
+    sock: socket.socket,
+    settings: Settings,
+    path: Path,
+    options: EngineOptions,
+    api_settings: ApiSettings,
+    template: str | None,
+) -> int:
+    async def connect() -> WorkerProcess:
+        try:
+            return WorkerProcess(options.start.ring, options.start.threads)
+        except OSError as error:
+            raise DeviceUnavailable(f"the device worker can't be started: {error}") from error
+
+    async def load_text() -> LoadedText:
+        # The worker's process has been started by now: the two load side by side.
+        return LoadedText(TextService.open(path, template if settings.chat_template else None), template)
+
+    api = Api(api_settings, Engine(options, connect, lambda deltas: None))
+    return await run_server(
+        sock, api, load_text, drain_timeout_s=settings.drain_timeout_s, tell=lambda line: print(line, flush=True)
+    )
+
+
+def _api_settings(settings: Settings, plan: MemoryPlan) -> ApiSettings:
+    decided = {"dtype": plan.dtype, "cpu_threads": plan.cpu_threads, "max_total_tokens": plan.pool_tokens}
+    return ApiSettings(
+        model_name=settings.model_name,
+        host=settings.host,
+        max_running_requests=settings.max_running_requests,
+        api_keys=(settings.api_key,) if settings.api_key else (),
+        admin_api_key=settings.admin_api_key,
+        request_timeout_s=settings.request_timeout_s,
+        created_unix_s=int(time.time()),
+        public=settings.public() | decided,
+    )

