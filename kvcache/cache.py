@@ -1,16 +1,17 @@
 """The KV cache as the scheduler sees it: what a request holds, from its first match to its last step.
 
-in     prefixes to look up, pages to grow by, launched steps, fences
-out    page numbers for the page table; how many tokens need not be computed
-state  the pools (who owns each page), the index (which prefixes have pages), the holdings of requests
+in     prefixes to look up, pages to grow by, launched steps, fences, acknowledgements of copies
+out    page numbers for the page table; loads for a batch; copies to send; how many tokens need not be computed
+state  the device pools (who owns each page), the index (which prefixes have pages), the host tier, the holdings
 owner  the scheduler, which calls it between awaits; nothing here waits
-ready  a page is matchable when the step that fills it is launched (later steps are ordered behind it)
+ready  a page is matchable when the step that fills or loads it is launched (later steps are ordered behind it)
 end    `close` with the last launched step: leased pages stay in the index, private ones are free after that step
 
 The pages of one request, while it runs::
 
-    | leased: in the index, shared | private: its own, maybe a duplicate | grown: being filled, not yet published |
-    0                       lease.num_pages                                                       holding.count
+    | leased: in the index, shared      | private: its own, maybe a duplicate | grown: not yet published |
+    | on the device | loaded from host  |
+    0               device_pages     matched_pages / lease.num_pages                      holding.count
 
 `publish` moves full pages of committed tokens to the left of the line. A page that another request published first
 stays private to this one: its bytes are used by this request alone and go when it goes.
@@ -24,33 +25,38 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.host import Copied, Copy, HostTier, WritePolicy
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.layout import KvLayout
 from headrace.kvcache.pool import Fence, Owner, PagePool
-from headrace.kvcache.radix import Lease, RadixIndex
+from headrace.kvcache.radix import Dropped, Lease, RadixIndex
 from headrace.ops.wire import I32
 
 
 class Holding:
     """What one request holds: a leased prefix and pages of its own. `pages`: int32 [groups, capacity]."""
 
-    __slots__ = ("count", "handle", "lease", "matched_pages", "pages", "private")
+    __slots__ = ("count", "device_pages", "handle", "host", "lease", "matched_pages", "pages", "private")
 
-    def __init__(self, handle: int, lease: Lease, pages: I32, capacity: int) -> None:
-        groups, count = pages.shape
+    def __init__(self, handle: int, lease: Lease, device: I32, host: I32, capacity: int) -> None:
+        groups, count = device.shape
         self.handle = handle
         self.lease = lease
-        self.matched_pages = count
-        """Pages that were there at `open`."""
+        self.device_pages = count
+        """Pages that were on the device at `open`."""
+        self.host = host
+        """int32 [groups, k]: host pages that follow, and that the request's first step loads."""
+        self.matched_pages = count + host.shape[1]
+        """Pages that need not be computed."""
         self.count = count
         self.pages: I32 = np.full((groups, capacity), -1, np.int32)
-        self.pages[:, :count] = pages
+        self.pages[:, :count] = device
         self.private: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
         """[capacity] which of the first `count` pages the request owns."""
 
 
 class CacheStats(msgspec.Struct, frozen=True):
-    """Device pages of the smallest group."""
+    """Pages of the smallest device pool, and of the host's (per group)."""
 
     total: int
     free: int
@@ -59,18 +65,36 @@ class CacheStats(msgspec.Struct, frozen=True):
     evictable: int
     nodes: int
     holdings: int
+    host_total: int
+    host_free: int
+    host_indexed: int
+    host_copied: int
+    """Pages ever copied from the device to the host."""
+    host_skipped: int
+    """Copies not made for lack of host room."""
 
 
 class KvCache:
-    """Pools and index of one model on one device."""
+    """Pools and index of one model on one device, and its host tier."""
 
-    def __init__(self, layout: KvLayout, num_pages: Sequence[int], reuse: bool = True) -> None:
-        """`num_pages` per group. Without `reuse` nothing is ever matched (`--disable-radix-cache`)."""
-        assert len(num_pages) == len(layout.groups)
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_pages: Sequence[int],
+        reuse: bool = True,
+        host_pages: int = 0,
+        write_policy: WritePolicy = "write_through",
+        copy_pages: int = 16,
+    ) -> None:
+        """`num_pages` per group on the device; `host_pages` in all, 0 for none. Without `reuse` nothing is ever
+        matched (`--disable-radix-cache`)."""
+        groups = len(layout.groups)
+        assert len(num_pages) == groups
         self.layout = layout
         self._reuse = reuse
         self._pools = [PagePool(count) for count in num_pages]
-        self._index = RadixIndex(layout.page_tokens, len(layout.groups))
+        self._index = RadixIndex(layout.page_tokens, groups)
+        self._host = HostTier(self._index, groups, host_pages, write_policy, copy_pages) if host_pages else None
         self._holdings: dict[int, Holding] = {}
         self._handles = 0
 
@@ -81,13 +105,16 @@ class KvCache:
 
     @property
     def available_pages(self) -> int:
-        """Pages that are free, or will be without taking anything from a request."""
-        return min(pool.free_pages + pool.fenced_pages for pool in self._pools) + self._index.evictable_pages
+        """Device pages that are free, or will be without taking anything from a request."""
+        evictable = self._index.evictable_device_pages
+        if self._host is not None:
+            evictable += self._host.returning_pages
+        return min(pool.free_pages + pool.fenced_pages for pool in self._pools) + evictable
 
     def peek(self, key: PrefixKey) -> int:
-        """Tokens of the key whose KV could be reused now; changes nothing."""
+        """Tokens of the key whose KV could be reused now, from the device or the host; changes nothing."""
         pages = self._matchable_pages(key)
-        return self._index.peek(key.namespace, key.raw(0, pages)) * key.page_tokens if pages else 0
+        return self._index.peek(key.namespace, key.raw(0, pages))[1] * key.page_tokens if pages else 0
 
     def open(self, key: PrefixKey, capacity_tokens: int, match: bool = True) -> Holding:
         """Lease the longest reusable prefix, always leaving at least one token to compute (its logits are needed).
@@ -95,19 +122,19 @@ class KvCache:
         `capacity_tokens` is the longest context the request may reach. Without `match` nothing is reused (every
         position's logits are wanted), but what the request computes may still be published.
         """
-        pages_wanted = self._matchable_pages(key) if match else 0
-        lease, pages = self._index.acquire(key.namespace, key.raw(0, pages_wanted))
+        wanted = self._matchable_pages(key) if match else 0
+        lease, device, host = self._index.acquire(key.namespace, key.raw(0, wanted))
         self._handles += 1
-        holding = Holding(self._handles, lease, pages, self.layout.pages(capacity_tokens))
+        holding = Holding(self._handles, lease, device, host, self.layout.pages(capacity_tokens))
         self._holdings[holding.handle] = holding
         return holding
 
     def take(self, count: int) -> I32 | None:
-        """`count` pages of every group, int32 [groups, count], evicting what nobody leases; None if there are not so
-        many now. The caller appends them to holdings in the same breath."""
+        """`count` device pages of every group, int32 [groups, count], evicting what nobody leases; None if there are
+        not so many now. The caller gives them to holdings in the same breath."""
         missing = max(count - pool.free_pages for pool in self._pools)
         if missing > 0:
-            if any(pool.free_pages + pool.fenced_pages + self._index.evictable_pages < count for pool in self._pools):
+            if count > self.available_pages:
                 return None
             # Pages behind a fence come back by themselves within two steps: only what they leave short is evicted.
             self._evict(max(count - pool.free_pages - pool.fenced_pages for pool in self._pools))
@@ -115,6 +142,18 @@ class KvCache:
                 return None
         taken = [pool.take(count) for pool in self._pools]
         return np.stack([pages for pages in taken if pages is not None])
+
+    def load(self, holding: Holding, pages: I32, step: int) -> None:
+        """Of the taken pages (int32 [groups, n]), the first become what `step` loads from the host; the others are the
+        request's own."""
+        count = holding.host.shape[1]
+        if count:
+            self._index.load(holding.lease, pages[:, :count], step)
+            for group, pool in enumerate(self._pools):
+                pool.hand_over(pages[group, :count], Owner.REQUEST, Owner.INDEX)
+            holding.pages[:, holding.count : holding.count + count] = pages[:, :count]
+            holding.count += count
+        self.append(holding, pages[:, count:])
 
     def append(self, holding: Holding, pages: I32) -> None:
         """Give taken pages (int32 [groups, n]) to a request."""
@@ -130,11 +169,12 @@ class KvCache:
         if not self._reuse or end <= start:
             return
         assert filled_tokens <= key.length and end <= holding.count
-        raw = key.raw(start, end)
-        taken = self._index.extend(holding.lease, raw, holding.pages[:, start:end], step)
+        taken = self._index.extend(holding.lease, key.raw(start, end), holding.pages[:, start:end], step)
         for group, pool in enumerate(self._pools):
             pool.hand_over(holding.pages[group, start:end][taken], Owner.REQUEST, Owner.INDEX)
         holding.private[start:end] = ~taken
+        if self._host is not None:
+            self._host.published(holding.handle, holding.lease, step)
 
     def close(self, holding: Holding, fence: Fence) -> None:
         """The request lets go of everything; nothing of it is reused before the fence is complete."""
@@ -148,53 +188,109 @@ class KvCache:
         """The device has completed `step`."""
         for pool in self._pools:
             pool.complete_step(step)
+        if self._host is not None:
+            self._host.pool.complete_step(step)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # The host tier
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies to the host wait or are under way."""
+        return self._host is not None and self._host.busy
+
+    def next_copy(self) -> Copy | None:
+        """The next copy to the host, to be ordered behind all that the device has been sent."""
+        return None if self._host is None else self._host.next_copy(self._pools[0].completed_step)
+
+    def copied(self, transfer: int) -> None:
+        """The host has the pages of a copy."""
+        assert self._host is not None
+        done: Copied = self._host.acknowledge(transfer)
+        self._index.release(done.lease, -1, touch=False)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Clearing and checking
 
     def flush(self) -> tuple[int, int]:
-        """Drop every page that nobody leases: `(dropped, kept)`."""
-        dropped = self._index.evictable_pages
-        self._evict(dropped)
-        return dropped, self._index.num_pages
+        """Drop every page that nobody leases, in every tier: `(dropped, kept)`, in device pages."""
+        dropped = self._index.evictable_device_pages
+        self._drop(self._index.evict_device(dropped))
+        if self._host is not None:
+            self._drop(self._index.evict_host(self._index.evictable_host_pages))
+        return dropped, self._index.device_pages
 
     def forget_device(self) -> None:
-        """The device and its pages are gone. Every holding must have been closed."""
+        """The device and its pages are gone, and it has ended. Every holding must have been closed. What the host has
+        stays."""
         assert not self._holdings, "requests still hold pages of a device that is gone"
-        self._index.clear()
+        if self._host is None:
+            self._index.clear()
+        else:
+            self._host.give_up()
+            self._host.drop(self._index.forget_device())
         for pool in self._pools:
             pool.reset()
 
     def stats(self) -> CacheStats:
         """Counts, for metrics."""
         pool = min(self._pools, key=lambda pool: pool.num_pages)
-        index = self._index
+        index, host, groups = self._index, self._host, len(self._pools)
         return CacheStats(
             total=pool.num_pages,
             free=pool.free_pages,
             fenced=pool.fenced_pages,
-            indexed=index.num_pages,
-            evictable=index.evictable_pages,
+            indexed=index.device_pages,
+            evictable=index.evictable_device_pages,
             nodes=index.num_nodes,
             holdings=len(self._holdings),
+            host_total=host.pool.num_pages // groups if host else 0,
+            host_free=host.pool.free_pages // groups if host else 0,
+            host_indexed=index.host_pages,
+            host_copied=host.copied_pages if host else 0,
+            host_skipped=host.skipped_pages if host else 0,
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and every lease is counted (invariant 1)."""
         holdings = list(self._holdings.values())
-        self._index.check([holding.lease for holding in holdings])
-        nodes = [node.pages for node in self._index.nodes()]
+        copies = self._host.leases if self._host is not None else []
+        self._index.check([*(holding.lease for holding in holdings), *copies])
+        nodes = list(self._index.nodes())
         for group, pool in enumerate(self._pools):
             pool.check()
-            indexed = np.concatenate([pages[group] for pages in nodes]) if nodes else np.zeros(0, np.int32)
+            _check_owner(pool, Owner.INDEX, [node.device[group] for node in nodes])
             held = [holding.pages[group, : holding.count][holding.private[: holding.count]] for holding in holdings]
-            private = np.concatenate(held) if held else np.zeros(0, np.int32)
-            for pages, owner in ((indexed, Owner.INDEX), (private, Owner.REQUEST)):
-                assert len(np.unique(pages)) == len(pages), f"a page has two places as {Owner.names[owner]}"
-                assert (pool.owner[pages] == owner).all(), f"a page that {Owner.names[owner]} has is owned by another"
-                assert np.count_nonzero(pool.owner == owner) == len(pages), f"a page of {Owner.names[owner]} is lost"
+            _check_owner(pool, Owner.REQUEST, held)
+        if self._host is not None:
+            self._host.pool.check()
+            _check_owner(self._host.pool, Owner.INDEX, [node.host.ravel() for node in nodes])
+            _check_owner(self._host.pool, Owner.TRANSFER, self._host.transferring)
 
     def _matchable_pages(self, key: PrefixKey) -> int:
         return (key.length - 1) // key.page_tokens if self._reuse else 0
 
     def _evict(self, count: int) -> None:
-        for pages, last_step in self._index.evict(count):
+        """Make room for `count` pages; under write-back, what the host lacks is copied first and room comes later."""
+        if count <= 0:
+            return
+        host = self._host
+        if host is not None and host.policy == "write_back" and host.room_pages:
+            ready, leases = self._index.coldest(count - host.returning_pages)
+            host.evict_after_copy(leases)
+            count = ready
+        self._drop(self._index.evict_device(count))
+
+    def _drop(self, runs: list[Dropped]) -> None:
+        for run in runs:
             for group, pool in enumerate(self._pools):
-                pool.give_back(pages[group], Owner.INDEX, Fence(last_step))
+                pool.give_back(run.device[group], Owner.INDEX, Fence(run.last_step))
+        if self._host is not None:
+            self._host.drop(runs)
+
+
+def _check_owner(pool: PagePool, owner: int, runs: list[I32]) -> None:
+    pages = np.concatenate(runs) if runs else np.zeros(0, np.int32)
+    assert len(np.unique(pages)) == len(pages), f"a page has two places as {Owner.names[owner]}"
+    assert (pool.owner[pages] == owner).all(), f"a page that {Owner.names[owner]} has is owned by another"
+    assert np.count_nonzero(pool.owner == owner) == len(pages), f"a page of {Owner.names[owner]} is lost"

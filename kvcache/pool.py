@@ -1,4 +1,4 @@
-"""The allocator of one group's device pages: which are free, who owns the rest, and what a returned page outlives.
+"""The allocator of one pool's pages: which are free, who owns the rest, and what a returned page must outlive.
 
 in     `take`, `hand_over`, `give_back` with a fence; completions of steps and transfers
 out    page numbers
@@ -27,7 +27,8 @@ class Owner:
     REQUEST: Final = 1
     INDEX: Final = 2
     FENCED: Final = 3
-    names: Final = ("FREE", "REQUEST", "INDEX", "FENCED")
+    TRANSFER: Final = 4
+    names: Final = ("FREE", "REQUEST", "INDEX", "FENCED", "TRANSFER")
 
 
 class Fence(NamedTuple):
@@ -67,14 +68,14 @@ class PagePool:
         self._waiting_for: dict[int, list[_Held]] = {}
         self._open_transfers: dict[int, None] = {}
 
-    def take(self, count: int) -> I32 | None:
-        """`count` pages for a request, or None if fewer are free (nothing is taken then)."""
+    def take(self, count: int, taker: int = Owner.REQUEST) -> I32 | None:
+        """`count` pages for a new owner, or None if fewer are free (nothing is taken then)."""
         if count > self.free_pages:
             return None
         self.free_pages -= count
         pages = self._free[self.free_pages : self.free_pages + count][::-1].copy()
         assert not self.owner[pages].any(), "a page on the free stack has an owner"
-        self.owner[pages] = Owner.REQUEST
+        self.owner[pages] = taker
         return pages
 
     def hand_over(self, pages: I32, giver: int, taker: int) -> None:

@@ -147,8 +147,18 @@ class RadixIndex:
         return self._match(node, pages)
 
     def lease_again(self, lease: Lease) -> Lease:
-        """A second lease on the same path, for a copy that must outlive the first."""
-        return self._match(lease.node, lease.num_pages).lease
+        """A second lease on the same path, for a copy that may outlive the first; no use of its pages."""
+        self._hold_path(lease.node)
+        return Lease(lease.node, lease.num_pages)
+
+    def held_alone(self, lease: Lease) -> int:
+        """Device pages at the end of the lease's path that no other lease is on."""
+        pages = 0
+        node: Node | None = lease.node
+        while node is not None and node.leases == 1:
+            pages += node.device.shape[1]
+            node = node.parent
+        return pages
 
     def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> NDArray[np.bool_]:
         """Store device pages (int32 [groups, n]) that follow the lease's end, filled by `step`; the lease moves behind
@@ -224,14 +234,15 @@ class RadixIndex:
             self._offer(node)
         return taken
 
-    def release(self, lease: Lease, last_step: int) -> None:
-        """Give a lease back; its pages must outlive `last_step`."""
+    def release(self, lease: Lease, last_step: int, touch: bool = True) -> None:
+        """Give a lease back; its pages must outlive `last_step`. With `touch` they count as just used."""
         self._tick += 1
         node: Node | None = lease.node
         while node is not None:
             assert node.leases > 0, "a lease was released twice"
             node.leases -= 1
-            node.used = self._tick
+            if touch:
+                node.used = self._tick
             node.last_step = max(node.last_step, last_step)
             if not node.leases:
                 self.evictable_device_pages += node.device.shape[1]
@@ -282,7 +293,7 @@ class RadixIndex:
                     node.host = np.concatenate((node.host, pages[:, at : at + count]), axis=1)
                     self.host_pages += count
                 else:
-                    self._give_up(node)
+                    self._give_up(node, count)
                 at += count
                 queue[0] = Span(span.start + count, span.end)
                 if queue[0].start == span.end:
@@ -320,39 +331,31 @@ class RadixIndex:
             self._settle(node)
         return dropped
 
-    def coldest(self, count: int) -> list[Lease]:
-        """Leases on the paths whose device pages would be evicted first, about `count` pages, where the host lacks
-        some of them: what a write-back copies before it evicts."""
+    def coldest(self, count: int) -> tuple[int, list[Lease]]:
+        """What eviction would take first, about `count` device pages: how many of them the host has too, and leases on
+        the paths of the others, which a write-back copies before it evicts."""
+        ready = 0
         leases: list[Lease] = []
         seen: list[Node] = []
         while count > 0 and (node := self._device_lru.pop()) is not None:
             seen.append(node)
-            count -= node.device.shape[1]
-            if node.pending < node.device.shape[1]:
-                depth = sum(step.length for step in self._path(node))
-                leases.append(Lease(node, depth))
+            pages = min(count, node.device.shape[1])
+            count -= pages
+            if node.host.shape[1] < node.device.shape[1]:
+                leases.append(Lease(node, sum(step.length for step in self._path(node))))
+            else:
+                ready += pages
         for node in seen:
             self._device_lru.push(node)
         for lease in leases:
-            step: Node | None = lease.node
-            while step is not None:
-                self._hold(step)
-                step = step.parent
-        return leases
+            self._hold_path(lease.node)
+        return ready, leases
 
     def forget_device(self) -> list[Dropped]:
         """The device is gone: only what the host has stays. No lease may be out. Returns host pages that have become
         unreachable."""
         assert not any(root.leases for root in self._roots.values()), "leases are out"
-        dropped: list[Dropped] = []
-        for node in [node for node in self.nodes() if node.device.shape[1]]:
-            if node.parent is None or node.length == 0:
-                continue
-            if node.host.shape[1] < node.length:
-                dropped.extend(self._prune(node))
-            self._cut_device(node, 0)
-            self._settle(node)
-        return dropped
+        return self.evict_device(self.device_pages)
 
     def clear(self) -> None:
         """Forget everything in every tier; no lease may be out."""
@@ -462,6 +465,12 @@ class RadixIndex:
         """Runs, the last first, as one."""
         return np.concatenate(runs[::-1], axis=1) if runs else self._none
 
+    def _hold_path(self, node: Node) -> None:
+        step: Node | None = node
+        while step is not None:
+            self._hold(step)
+            step = step.parent
+
     def _hold(self, node: Node) -> None:
         if not node.leases:
             self.evictable_device_pages -= node.device.shape[1]
@@ -539,11 +548,11 @@ class RadixIndex:
         if gone and not keep and node.parent is not None:
             node.parent.host_children -= 1
 
-    def _give_up(self, node: Node) -> None:
-        """Copies to the host of this node's pages will not come."""
-        if node.pending and not node.host.shape[1] and node.parent is not None:
+    def _give_up(self, node: Node, count: int) -> None:
+        """The copies to the host of the last `count` pending pages of a node will not come."""
+        node.pending -= count
+        if not node.pending and node.parent is not None:
             node.parent.host_children -= 1
-        node.pending = node.host.shape[1]
 
     def _prune(self, node: Node) -> list[Dropped]:
         """Drop everything below a node, all of it on the host: what it continues is about to go."""

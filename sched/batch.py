@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.cache import Holding
 from headrace.ops.wire import I32, Counts, ForwardBatch, batch_bytes
 from headrace.sched.messages import MAX_LOGIT_BIASES, SamplingParams
 from headrace.sched.request import Request, SlotTable
@@ -74,29 +75,29 @@ class ScheduleBatch:
     def prefill_tokens(self) -> int:
         return self._counts.tokens - len(self.decode)
 
-    def add(self, chunk: Chunk, enters: bool, max_bytes: int) -> bool:
-        """Add a chunk, of a request that enters its slot with it or has one; False if there is no room."""
-        have, request = self._counts, chunk.request
-        init = sampler_ids(request) if enters else None
-        pages = self.grown_pages.shape[0] * request.holding.count if init and request.holding else 0
+    def add(self, chunk: Chunk, max_bytes: int, enters: Holding | None = None, pages: int = 0) -> bool:
+        """Add a chunk; False if there is no room. `enters`: the holding of a request that gets its slot in this step,
+        which will have `pages` pages then."""
+        have, request, groups = self._counts, chunk.request, self.grown_pages.shape[0]
+        init = sampler_ids(request) if enters is not None else None
         counts = Counts(
             tokens=have.tokens + chunk.tokens,
             rows=have.rows + 1,
             decode_rows=have.decode_rows,
             samples=have.samples + chunk.samples,
-            table_edits=have.table_edits + pages,
-            slot_inits=have.slot_inits + enters,
+            table_edits=have.table_edits + groups * pages,
+            slot_inits=have.slot_inits + (init is not None),
             init_ids=have.init_ids + (sum(map(len, init)) if init else 0),
-            init_biases=have.init_biases + (len(request.submit.sampling.logit_bias) if enters else 0),
+            init_biases=have.init_biases + (len(request.submit.sampling.logit_bias) if init else 0),
             wants=have.wants + chunk.wants,
-            loads=0,
+            loads=have.loads + (enters.host.size if enters is not None else 0),
         )
         if batch_bytes(counts) > max_bytes:
             return False
         self._counts = counts
         self.chunks.append(chunk)
         self.prefill_pairs += chunk.tokens * chunk.end
-        if init:
+        if init is not None:
             self.entered.append(request)
             self.inits.append(init)
         return True
@@ -154,6 +155,20 @@ def encode(out: ForwardBatch, batch: ScheduleBatch, table: SlotTable, page_token
         token += chunk.tokens
     _encode_edits(out, batch, table, page_tokens)
     _encode_inits(out, batch)
+    _encode_loads(out, batch)
+
+
+def _encode_loads(out: ForwardBatch, batch: ScheduleBatch) -> None:
+    at = 0
+    for request in batch.entered:
+        holding = request.holding
+        assert holding is not None
+        for group, host in enumerate(holding.host):
+            end = at + len(host)
+            out.load_group[at:end] = group
+            out.load_host[at:end] = host
+            out.load_device[at:end] = holding.pages[group, holding.device_pages : holding.matched_pages]
+            at = end
 
 
 def _encode_edits(out: ForwardBatch, batch: ScheduleBatch, table: SlotTable, page_tokens: int) -> None:

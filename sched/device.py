@@ -1,7 +1,7 @@
 """The device's life as the engine sees it: connect, load, warm up, serve, be lost, come back.
 
 in     commands to send; replies and the end of the connection
-out    `on_ready`, `on_step` per completed step, `on_lost` once a life; the phase for health
+out    `on_ready`, `on_step` and `on_copied` per completion, `on_lost` once a life; the phase for health
 state  the connection of this life, its phase, when it last gave a sign
 owner  the engine, whose `device` stage `serve` is
 ready  between `on_ready` and `on_lost`
@@ -18,6 +18,7 @@ from typing import Final
 
 from headrace.ops.transport import TransportClosed
 from headrace.ops.wire import (
+    BackupDone,
     BatchRing,
     Command,
     Loaded,
@@ -54,6 +55,7 @@ class Device:
         begin: tuple[Start, MakePools],
         on_ready: Callable[[Ready], None],
         on_step: Callable[[StepDone], None],
+        on_copied: Callable[[int], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self.phase: Phase = "starting"
@@ -66,7 +68,7 @@ class Device:
         self.step_failures = 0
         self._connect = connect
         self._start, self._pools = begin
-        self._on_ready, self._on_step, self._on_lost = on_ready, on_step, on_lost
+        self._on_ready, self._on_step, self._on_copied, self._on_lost = on_ready, on_step, on_copied, on_lost
         self._loop = asyncio.get_running_loop()
         self._connection: Connection | None = None
         self._lost: asyncio.Future[str] = self._loop.create_future()
@@ -150,8 +152,10 @@ class Device:
         try:
             self._last_sign_s = self._loop.time()
             match reply_decoder.decode(message):
-                case StepDone() as done:
-                    self._on_step(done)
+                case StepDone() as step:
+                    self._on_step(step)
+                case BackupDone() as copied:
+                    self._on_copied(copied.transfer)
                 case StepFailed() as failed:
                     self.step_failures += 1
                     self.lose(f"step {failed.step} failed on the device: {failed.message}")

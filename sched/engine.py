@@ -33,9 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.cache import KvCache
+from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout
-from headrace.ops.wire import Forward, MakePools, Ready, Sample, Start, StepDone
+from headrace.ops.wire import Backup, Forward, MakePools, Ready, Sample, Start, StepDone
 from headrace.sched.batch import encode
 from headrace.sched.budget import TARGET_STEP_MS, CostModel, LaunchClock
 from headrace.sched.collect import LaunchedStep, collect, remember
@@ -48,6 +49,7 @@ from headrace.sched.messages import (
     Flushed,
     NeverFits,
     Overloaded,
+    Phase,
     StepDeltas,
     Submit,
 )
@@ -57,6 +59,8 @@ from headrace.sched.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 WATCH_PERIOD_S: Final = 1.0
+MAX_COPY_BYTES: Final = 8 << 20
+"""Of one copy to the host, between two steps: 2 ms at 4 GB/s."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True):
@@ -79,6 +83,9 @@ class EngineOptions(msgspec.Struct, frozen=True):
     """Launch step n+1 before n is collected."""
     reuse: bool = True
     """Match prefixes in the index."""
+    host_pages: int = 0
+    """Pages of the host tier, all groups together; 0 for none."""
+    write_policy: WritePolicy = "write_through"
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     conservativeness: float = 1.0
@@ -97,8 +104,15 @@ class Engine:
         self._options = options
         self._connect = connect
         self._loop = asyncio.get_running_loop()
-        start = options.start
-        self._cache = KvCache(options.layout, options.num_pages, options.reuse)
+        start, groups = options.start, len(options.layout.groups)
+        self._cache = KvCache(
+            options.layout,
+            options.num_pages,
+            options.reuse,
+            options.host_pages,
+            options.write_policy,
+            max(1, MAX_COPY_BYTES // max(options.layout.page_bytes(group) for group in range(groups))),
+        )
         self._scheduler = Scheduler(self._cache, start.ring, start.max_context_tokens, options.conservativeness)
         self._requests: dict[int, Request] = {}
         self._orders = 0
@@ -106,11 +120,15 @@ class Engine:
         self._pending_ends: list[Finished] = []
         # The device and the steps it has.
         pools = MakePools(options.num_pages, options.max_chunk_tokens if options.warm_up else 0)
-        self._device = Device(connect, (start, pools), self._device_ready, self._collect, self._device_lost)
+        self._device = Device(
+            connect, (start, pools), self._device_ready, self._collect, self._copied, self._device_lost
+        )
         self._costs = CostModel(())
         self._clock = LaunchClock()
         self._in_flight: deque[LaunchedStep] = deque()
         self._free_ring: list[int] = []
+        self._copies: dict[int, int] = {}
+        """Copies under way, by transfer: groups that are not done."""
         self._next_step = 0
         # The stages.
         self._wake = asyncio.Event()
@@ -127,6 +145,11 @@ class Engine:
         """The longest prompt plus outputs that can run."""
         pool_tokens = self._cache.capacity_pages * self._options.layout.page_tokens
         return min(self._options.start.max_context_tokens, pool_tokens)
+
+    @property
+    def phase(self) -> Phase:
+        """Where the device's life stands, or that the engine has failed."""
+        return self._device.phase
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -255,6 +278,7 @@ class Engine:
     def _device_lost(self, reason: str) -> None:
         """Its pages are void: what ran on them fails, what waits goes on when a device is back."""
         self._in_flight.clear()
+        self._copies.clear()
         for request in self._scheduler.forget_device():
             self._drop(request)
             message = f"{reason}; send the request again"
@@ -270,7 +294,7 @@ class Engine:
             self._pump()
 
     def _pump(self) -> None:
-        """Launch what should be launched now, and set the alarm for what should be later."""
+        """Launch what should be launched now, and set the alarm for what should be later; while idle, copy."""
         depth = 2 if self._options.overlap else 1
         while self._device.ready is not None and len(self._in_flight) < depth:
             at_s = self._clock.launch_at_s() if self._in_flight else 0.0
@@ -280,12 +304,15 @@ class Engine:
                 self._alarm = self._loop.call_at(at_s, self._wake.set)
                 return
             if not self._launch():
-                return
+                break
+        if self._device.ready is not None and not self._in_flight and not self._copies and not self._send_copy():
+            # What waited for pages whose copy will not be made need not wait any longer.
+            self._launch()
 
     def _launch(self) -> bool:
         """Prepare a batch and send it as the next step; False if nothing can run."""
         scheduler, now_s = self._scheduler, self._loop.time()
-        batch, stuck = scheduler.prepare(self._budget)
+        batch, stuck = scheduler.prepare(self._next_step, self._budget)
         for request in stuck:
             self._end(request, "error", "the KV pool has no page left for it; start with a larger --max-total-tokens")
         if batch is None:
@@ -308,7 +335,28 @@ class Engine:
         predicted_ms = self._costs.predict_ms(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs)
         self._clock.launched(now_s, predicted_ms)
         self._unchecked = True
+        self._send_copy()
         return True
+
+    def _send_copy(self) -> bool:
+        """One copy to the host behind the step that was just launched, or behind nothing when idle; False if there is
+        none to make."""
+        copy = self._cache.next_copy()
+        if copy is None:
+            return False
+        self._copies[copy.transfer] = len(copy.device)
+        for group, (device, host) in enumerate(zip(copy.device, copy.host)):
+            self._device.send(Backup(copy.transfer, group, device.tolist(), host.tolist()))
+        return True
+
+    def _copied(self, transfer: int) -> None:
+        """A group's part of a copy has been made."""
+        self._copies[transfer] -= 1
+        if not self._copies[transfer]:
+            del self._copies[transfer]
+            self._cache.copied(transfer)
+        if not self._in_flight:
+            self._pump()
 
     def _collect(self, done: StepDone) -> None:
         launched = self._in_flight.popleft()

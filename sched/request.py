@@ -49,7 +49,16 @@ class Request:
     """A submitted request until its end."""
 
     __slots__ = (
-        *("arrival_s", "cached_tokens", "deadline", "filling_from", "filling_to", "first_ids_s", "first_launch_s"),
+        *(
+            "arrival_s",
+            "cached_host_tokens",
+            "cached_tokens",
+            "deadline",
+            "filling_from",
+            "filling_to",
+            "first_ids_s",
+            "first_launch_s",
+        ),
         *("holding", "ids", "key", "order", "prompt_logprobs_from", "retractions", "slot", "stage", "submit"),
     )
 
@@ -66,8 +75,8 @@ class Request:
         self.holding: Holding | None = None
         self.filling_from = self.filling_to = 0
         """Pages [from, to) of its known tokens that it is about to compute, for others with the same prefix."""
-        self.cached_tokens = 0
-        """Prompt tokens it found in the cache when it first started."""
+        self.cached_tokens = self.cached_host_tokens = 0
+        """Prompt tokens it found in the cache when it first started; those of them that only the host had."""
         self.first_launch_s = self.first_ids_s = -1.0
         self.prompt_logprobs_from = 1 if submit.sampling.prompt_logprobs >= 0 else len(submit.prompt_ids)
         """Prompt positions from here on still need their logprobs."""

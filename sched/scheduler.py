@@ -85,8 +85,9 @@ class Scheduler:
             self.table.leave(request)
         request.stage = Stage.ENDED
 
-    def prepare(self, budget: Budget) -> tuple[ScheduleBatch | None, list[Request]]:
-        """The next batch, or None if nothing can run now; and requests that can never go on and must be failed."""
+    def prepare(self, step: int, budget: Budget) -> tuple[ScheduleBatch | None, list[Request]]:
+        """The batch that becomes `step`, or None if nothing can run now; and requests that can never go on and must be
+        failed."""
         for request in [request for request in self.retracted if self._collected(request)]:
             self.retracted.remove(request)
             self.table.leave(request)
@@ -99,8 +100,8 @@ class Scheduler:
             left = max(left, self._page_tokens)
         for request in self.prefilling:
             if left > 0:
-                left -= self._add_chunk(batch, request, left, enters=False)
-        self._admit(batch, left)
+                left -= self._add_chunk(batch, request, left)
+        self._admit(batch, step, left)
         return (batch if len(batch.decode) or batch.chunks else None), stuck
 
     def launched(self, batch: ScheduleBatch, step: int) -> None:
@@ -201,7 +202,7 @@ class Scheduler:
         table.held[full] += self._page_tokens
         return ScheduleBatch(ready, full, pages)
 
-    def _admit(self, batch: ScheduleBatch, left: int) -> None:
+    def _admit(self, batch: ScheduleBatch, step: int, left: int) -> None:
         """Give slots and pages to waiting requests, in rank order, until something runs out."""
         at = 0
         while left > 0 and at < min(len(self.waiting), _MAX_PASSED_OVER) and self.table.free_slots:
@@ -209,60 +210,65 @@ class Scheduler:
             if self._is_being_filled(request):
                 at += 1
                 continue
-            holding = self._open(request)
-            if holding is None:
-                return
-            self._enter(request, holding)
-            tokens = self._add_chunk(batch, request, left, enters=True)
+            tokens = self._try_admit(batch, request, step, left)
             if not tokens:
-                # The ring slot is full; whoever is alone in a batch always fits.
-                self._close(request)
-                self.prefilling.remove(request)
-                self.table.leave(request)
-                request.stage = Stage.WAITING
                 return
             del self.waiting[at]
             self.waiting_tokens -= len(request.ids)
             left -= tokens
 
-    def _open(self, request: Request) -> Holding | None:
-        """Pages for all known tokens of a waiting request, if the pool can spare them beside what the running ones
-        are expected to need."""
+    def _try_admit(self, batch: ScheduleBatch, request: Request, step: int, left: int) -> int:
+        """Admit a request with pages for all its known tokens, if the pool can spare them beside what the running
+        ones are expected to need; tokens of its first chunk, 0 if it has to wait."""
         cache, needed = self.cache, self.cache.layout.pages(len(request.ids))
-        match = request.prompt_logprobs_from >= request.prompt_tokens
-        holding = cache.open(request.key, request.limit_tokens, match)
-        reserve = 0
-        if cache.stats().holdings > 1:
-            active = np.flatnonzero(self.table.held)
-            growth = int((self.table.limit[active] - self.table.extent[active]).sum()) + request.limit_tokens
-            reserve = int(self._forecast.ratio * (growth - len(request.ids))) // self._page_tokens
+        holding = cache.open(request.key, request.limit_tokens, request.prompt_logprobs_from >= request.prompt_tokens)
         missing = needed - holding.count
-        pages = cache.take(missing) if missing + reserve <= cache.available_pages else None
+        pages = cache.take(missing) if missing + self._reserve(request) <= cache.available_pages else None
         if pages is None:
             cache.close(holding, Fence())
-            return None
-        cache.append(holding, pages)
-        return holding
+            return 0
+        tokens = self._add_chunk(batch, request, left, holding, needed)
+        if not tokens:
+            # The ring slot is full; whoever is alone in a batch always fits.
+            cache.append(holding, pages)
+            cache.close(holding, Fence())
+            return 0
+        cache.load(holding, pages, step)
+        self._enter(request, holding)
+        return tokens
+
+    def _reserve(self, request: Request) -> int:
+        """Pages that admission leaves for the outputs of those that run, and of this request beside them."""
+        if self.cache.stats().holdings == 1:
+            return 0
+        active = np.flatnonzero(self.table.held)
+        growth = int((self.table.limit[active] - self.table.extent[active]).sum())
+        growth += request.limit_tokens - len(request.ids)
+        return int(self._forecast.ratio * growth) // self._page_tokens
 
     def _enter(self, request: Request, holding: Holding) -> None:
         self.table.enter(request, holding, self._page_tokens)
         request.stage = Stage.PREFILL
         if request.first_launch_s < 0:
             request.cached_tokens = holding.matched_pages * self._page_tokens
+            request.cached_host_tokens = holding.host.shape[1] * self._page_tokens
         self.prefilling.append(request)
         full = len(request.ids) // self._page_tokens
         request.filling_from, request.filling_to = holding.matched_pages, max(full, holding.matched_pages)
         for page_hash in request.key.page_hashes(request.filling_to)[request.filling_from :]:
             self._filling[page_hash] = self._filling.get(page_hash, 0) + 1
 
-    def _add_chunk(self, batch: ScheduleBatch, request: Request, left: int, enters: bool) -> int:
+    def _add_chunk(
+        self, batch: ScheduleBatch, request: Request, left: int, enters: Holding | None = None, pages: int = 0
+    ) -> int:
         """Add the request's next chunk of at most `left` tokens; its size, 0 if the batch has no room for it."""
-        slot = request.slot
-        start, known = int(self.table.computed[slot]), int(self.table.known[slot])
+        if enters is not None:
+            start, known = enters.matched_pages * self._page_tokens, len(request.ids)
+        else:
+            start, known = int(self.table.computed[request.slot]), int(self.table.known[request.slot])
         end = min(known, start + left)
         if request.prompt_logprobs_from < request.prompt_tokens:
-            room = self._geometry.max_wants - batch.counts.wants
-            end = min(end, start + room)
+            end = min(end, start + self._geometry.max_wants - batch.counts.wants)
             if end <= start:
                 return 0
         chunk = Chunk(
@@ -273,7 +279,7 @@ class Scheduler:
             wants_from=max(request.prompt_logprobs_from, start + 1),
             wants_to=min(request.prompt_tokens, end + 1),
         )
-        return chunk.tokens if batch.add(chunk, enters, self._geometry.max_batch_bytes) else 0
+        return chunk.tokens if batch.add(chunk, self._geometry.max_batch_bytes, enters, pages) else 0
 
     def _is_being_filled(self, request: Request) -> bool:
         """Whether the first page that this request would compute is about to be computed for another."""

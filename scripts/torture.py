@@ -35,7 +35,10 @@ def main() -> int:
         totals.update(
             {f"ended by {reason}": count for reason, count in report.ends.items()}
             | {name: getattr(report, name) for name in ("requests", "refused", "steps", "retractions")}
-            | {name: getattr(report, name) for name in ("cached_tokens", "overrun_tokens", "device_restarts")}
+            | {
+                name: getattr(report, name)
+                for name in ("cached_tokens", "host_tokens", "overrun_tokens", "device_restarts")
+            }
         )
     cpu_s = time.process_time() - began
     for name, count in totals.items():

@@ -15,6 +15,7 @@ end    with the connection
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 from headrace.ops.wire import (
     I32,
     INIT_INTS,
+    Backup,
+    BackupDone,
     BatchRing,
     Command,
     Forward,
@@ -107,12 +110,19 @@ class OracleDevice:
     """The device's side of the protocol; hand its `handle` the commands in order."""
 
     def __init__(
-        self, ring: BatchRing, reply: Callable[[Reply], None], vocab: int, costs: Sequence[StepCost] = ()
+        self,
+        ring: BatchRing,
+        reply: Callable[[Reply], None],
+        vocab: int,
+        costs: Sequence[StepCost] = (),
+        host_pool: bytearray | mmap.mmap | None = None,
     ) -> None:
         self._ring = ring
         self._reply = reply
         self._vocab = vocab
         self._costs = list(costs)
+        self._host_buffer = host_pool
+        self._host: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
         self._start: Start | None = None
         self._pools: list[NDArray[np.uint8]] = []
         self._tables: list[I32] = []
@@ -135,10 +145,12 @@ class OracleDevice:
             case Sample():
                 self._sample(command)
                 self._reply(StepDone(step=command.step, step_ms=0.0))
+            case Backup():
+                blobs = self._pools[command.group][command.device_pages]
+                self._host[command.host_pages, : blobs[0].size] = blobs.reshape(len(blobs), -1)
+                self._reply(BackupDone(command.transfer))
             case Stop():
                 return
-            case _:
-                raise AssertionError(f"the oracle has no host pool for {command}")
 
     def _make_pools(self, num_pages: list[int]) -> None:
         start = self._start
@@ -147,6 +159,9 @@ class OracleDevice:
         shape = (start.page_tokens, CONTENT_BYTES)
         # Noise, so that reading what was never written is no plausible content.
         self._pools = [rng.integers(0, 256, (count, *shape), np.uint8) for count in num_pages]
+        if self._host_buffer is not None and start.host_slot_bytes:
+            flat = np.frombuffer(self._host_buffer, np.uint8)
+            self._host = flat.reshape(-1, start.host_slot_bytes)
         pages = -(-start.max_context_tokens // start.page_tokens) + 1
         self._tables = [np.full((start.max_slots, pages), -1, np.int32) for _ in num_pages]
         self._future = np.full(start.max_slots, -1, np.int32)
@@ -160,6 +175,9 @@ class OracleDevice:
         for group, table in enumerate(self._tables):
             mine = batch.edit_group == group
             table[batch.edit_slot[mine], batch.edit_index[mine]] = batch.edit_page[mine]
+        for group, host, page in zip(batch.load_group.tolist(), batch.load_host.tolist(), batch.load_device.tolist()):
+            blob = self._pools[group][page]
+            self._pools[group][page] = self._host[host, : blob.size].reshape(blob.shape)
         self._contents = []
         starts = batch.row_start.tolist()
         for row, (slot, kv_len) in enumerate(zip(batch.row_slot.tolist(), batch.row_kv_len.tolist())):

@@ -59,7 +59,7 @@ class NullDevice:
 
     def prepare(self) -> None:
         """Choose, encode and launch a step."""
-        batch, _ = self.scheduler.prepare(lambda rows, context: 1 << 20)
+        batch, _ = self.scheduler.prepare(self.step, lambda rows, context: 1 << 20)
         assert batch is not None
         views = self.ring.write(self.step % 3, self.step, batch.counts)
         encode(views, batch, self.scheduler.table, PAGE_TOKENS)

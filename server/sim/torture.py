@@ -27,6 +27,7 @@ class Report(msgspec.Struct, frozen=True):
     steps: int
     retractions: int
     cached_tokens: int
+    host_tokens: int
     overrun_tokens: int
     device_restarts: int
     digest: str
@@ -55,6 +56,8 @@ def random_shape(rng: random.Random) -> WorldShape:
         max_queued_requests=rng.choice((8, 64, 1024)),
         max_queued_tokens=rng.choice((20 * context_tokens, 1 << 16)),
         conservativeness=rng.choice((0.0, 0.3, 1.0)),
+        host_pages=rng.choice((0, 3, least, 4 * least, 40 * least)),
+        write_policy=rng.choice(("write_through", "write_through_selective", "write_back")),
         step_timeout_s=2.0,
     )
 
@@ -84,6 +87,7 @@ async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
             steps=status.steps,
             retractions=status.retractions,
             cached_tokens=status.cached_tokens,
+            host_tokens=sum(w.started.cached_host_tokens for w in world.requests.values() if w.started),
             overrun_tokens=status.overrun_tokens,
             device_restarts=status.device_restarts,
             digest=world.trace.digest(),

@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.ops.transport import Transport
 from headrace.ops.wire import BatchRing, Forward, GroupShape, RingGeometry, Start, command_decoder, encoder
@@ -52,6 +53,8 @@ class WorldShape(msgspec.Struct, frozen=True):
     max_queued_requests: int = 64
     max_queued_tokens: int = 1 << 16
     conservativeness: float = 1.0
+    host_pages: int = 0
+    write_policy: WritePolicy = "write_through"
     step_timeout_s: float = 5.0
 
 
@@ -90,7 +93,8 @@ class _SimConnection:
         self._link = SimLink(rng, loop, delay, far=faults, trace=world.trace, name=f"device{world.lives}")
         self.ring = BatchRing(bytearray(world.geometry.size_bytes), world.geometry)
         self.server = SimServer(loop, self._link.far, self._cost_ns)
-        device = OracleDevice(self.ring, lambda reply: self.server.reply(encoder.encode(reply)), VOCAB)
+        reply = lambda reply: self.server.reply(encoder.encode(reply))  # noqa: E731
+        device = OracleDevice(self.ring, reply, VOCAB, host_pool=world.host_pool)
         self.server.serve(lambda message: device.handle(command_decoder.decode(message)))
         self._world = world
 
@@ -137,10 +141,11 @@ class World:
         self._check_every_step = check_every_step
         self._engine_task: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
-        group = LayerGroup("full", 0, (0,), 1, 8, 1)
+        self.layout = KvLayout(shape.page_tokens, (LayerGroup("full", 0, (0,), 1, 8, 1),))
         chunk = max(shape.prefill_tokens, shape.page_tokens)
         batch_bytes = max_batch_bytes(shape.slots, shape.context_tokens, chunk, shape.page_tokens, 1)
         self.geometry = RingGeometry(3, batch_bytes, shape.slots, chunk, VOCAB)
+        self.host_pool = bytearray(shape.host_pages * self.layout.host_slot_bytes(0)) if shape.host_pages else None
         start = Start(
             model_path="",
             dtype="float32",
@@ -151,9 +156,10 @@ class World:
             page_tokens=shape.page_tokens,
             ring=self.geometry,
             groups=[GroupShape("full", 0, [0], 1, 8)],
+            host_slot_bytes=self.layout.host_slot_bytes(0) if shape.host_pages else 0,
         )
         self.options = EngineOptions(
-            layout=KvLayout(shape.page_tokens, (group,)),
+            layout=self.layout,
             start=start,
             num_pages=[shape.pages],
             fingerprint=b"oracle",
@@ -164,6 +170,8 @@ class World:
             max_queued_requests=shape.max_queued_requests,
             max_queued_tokens=shape.max_queued_tokens,
             conservativeness=shape.conservativeness,
+            host_pages=shape.host_pages,
+            write_policy=shape.write_policy,
             step_timeout_s=shape.step_timeout_s,
         )
         self.engine = Engine(self.options, self._connect, self._sink)
@@ -251,7 +259,7 @@ class World:
         self._moved.set()
         self.deltas.append(deltas)
         self.trace.record("step", deltas.step, *deltas.ids.tolist())
-        if self._check_every_step:
+        if self._check_every_step and self.engine.phase != "failed":
             self.engine.check_integrity()
         for started in deltas.started:
             watched = self.requests[started.request]

@@ -1,0 +1,183 @@
+"""The host tier: pages in the server's own (pinned) memory, and the copies that bring them there.
+
+in     published prefixes, by the write policy; acknowledgements of copies
+out    `Copy` after `Copy` to send to the device, each small enough not to delay a step; pages to write to storage
+state  the host pool, prefixes whose pages wait to be copied, copies under way
+owner  `KvCache`; nothing else calls it
+ready  a host page is indexed, and so matchable, when its copy is acknowledged
+end    a page under way is the transfer's until it is acknowledged, or the device that writes it has ended
+
+The write policies: `write_through` copies what is published as soon as the step that fills it has completed;
+`write_through_selective` what has been matched again; `write_back` what the device is about to evict.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple, TypeAlias
+
+from headrace.kvcache.pool import Fence, Owner, PagePool
+from headrace.kvcache.radix import Dropped, Lease, RadixIndex, Span
+from headrace.ops.wire import I32
+
+WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+
+
+class Copy(NamedTuple):
+    """Device pages to bring to host pages: int32 [groups, k] each."""
+
+    transfer: int
+    device: I32
+    host: I32
+
+
+class Copied(NamedTuple):
+    """An acknowledged copy. The lease keeps the pages; whoever gets this gives it back."""
+
+    lease: Lease
+    spans: list[Span]
+    host: I32
+
+
+class _UnderWay(NamedTuple):
+    lease: Lease
+    spans: list[Span]
+    host: I32
+    evicts: bool
+
+
+class HostTier:
+    """Pages of all groups in one pool of equal slots."""
+
+    def __init__(
+        self, index: RadixIndex, groups: int, num_pages: int, policy: WritePolicy, copy_pages: int, min_hits: int = 1
+    ) -> None:
+        """`copy_pages` per group bounds one copy; `min_hits` is the k of `write_through_selective`."""
+        self.pool = PagePool(num_pages)
+        self.policy: WritePolicy = policy
+        self.skipped_pages = 0
+        """Copies not made for lack of host room."""
+        self.copied_pages = 0
+        self._index = index
+        self._groups = groups
+        self._copy_pages = copy_pages
+        self._min_hits = min_hits if policy == "write_through_selective" else 0
+        self._published: dict[int, tuple[Lease, int]] = {}
+        self._evicting: deque[Lease] = deque()
+        self._under_way: dict[int, _UnderWay] = {}
+        self._transfers = 0
+
+    @property
+    def returning_pages(self) -> int:
+        """Device pages that nothing but a copy holds: evictable when it is acknowledged, or given up."""
+        return sum(self._index.held_alone(lease) for lease in self.leases)
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Every lease that this tier holds, for the integrity check."""
+        return [
+            *(lease for lease, _ in self._published.values()),
+            *self._evicting,
+            *(copy.lease for copy in self._under_way.values()),
+        ]
+
+    @property
+    def room_pages(self) -> int:
+        """Pages per group that a transfer could get, now or when fences are complete."""
+        return (self.pool.free_pages + self.pool.fenced_pages) // self._groups + self._index.evictable_host_pages
+
+    @property
+    def transferring(self) -> list[I32]:
+        """Pages that copies write to."""
+        return [copy.host.ravel() for copy in self._under_way.values()]
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies wait or are under way."""
+        return bool(self._published or self._evicting or self._under_way)
+
+    def published(self, owner: int, lease: Lease, step: int) -> None:
+        """A request (named by its holding) has published up to the end of `lease`; `step` fills the last page."""
+        if self.policy == "write_back":
+            return
+        if (older := self._published.pop(owner, None)) is not None:
+            self._index.release(older[0], -1, touch=False)
+        self._published[owner] = (self._index.lease_again(lease), step)
+
+    def evict_after_copy(self, leases: list[Lease]) -> None:
+        """Write-back: these paths (leased for this tier) are copied first and then let go."""
+        self._evicting.extend(leases)
+
+    def next_copy(self, completed_step: int) -> Copy | None:
+        """The next copy to send, ordered behind all that the device has been sent; None if nothing can be copied."""
+        while self._evicting:
+            copy = self._begin(self._evicting.popleft(), completed_step, evicts=True)
+            if copy is not None:
+                return copy
+        for owner, (lease, step) in list(self._published.items()):
+            if step <= completed_step:
+                del self._published[owner]
+                copy = self._begin(lease, completed_step, evicts=False)
+                if copy is not None:
+                    return copy
+        return None
+
+    def acknowledge(self, transfer: int) -> Copied:
+        """The host pages of a copy hold the bytes."""
+        done = self._under_way.pop(transfer)
+        self._index.end_backup(done.lease, done.spans, done.host)
+        self.pool.hand_over(done.host.ravel(), Owner.TRANSFER, Owner.INDEX)
+        self.copied_pages += done.host.shape[1]
+        return Copied(done.lease, done.spans, done.host)
+
+    def give_up(self) -> None:
+        """The device has ended, and with it every copy: their host pages are free, what waited is forgotten."""
+        for copy in self._under_way.values():
+            self._index.end_backup(copy.lease, copy.spans, None)
+            self.pool.give_back(copy.host.ravel(), Owner.TRANSFER, Fence())
+        for lease in self.leases:
+            self._index.release(lease, -1, touch=False)
+        self._published.clear()
+        self._evicting.clear()
+        self._under_way.clear()
+
+    def take(self, pages: int) -> I32 | None:
+        """Host pages for a transfer, int32 [groups, pages], evicting what nobody leases; None if there are not so
+        many."""
+        count = pages * self._groups
+        missing = count - self.pool.free_pages - self.pool.fenced_pages
+        if missing > 0:
+            if missing > self._index.evictable_host_pages * self._groups:
+                return None
+            self.drop(self._index.evict_host(-(-missing // self._groups)))
+        taken = self.pool.take(count, Owner.TRANSFER)
+        return None if taken is None else taken.reshape(self._groups, pages)
+
+    def drop(self, runs: list[Dropped]) -> None:
+        """Host pages that left the index: free when their last reader has completed."""
+        for run in runs:
+            self.pool.give_back(run.host.ravel(), Owner.INDEX, Fence(run.last_step))
+
+    def _begin(self, lease: Lease, completed_step: int, evicts: bool) -> Copy | None:
+        """Begin to copy what a path lacks, as much as one copy may; the rest goes back into its queue."""
+        min_hits = 0 if evicts else self._min_hits
+        spans, device = self._index.begin_backup(lease, completed_step, self._copy_pages, min_hits)
+        count = device.shape[1]
+        if not count:
+            self._index.release(lease, -1, touch=False)
+            return None
+        host = self.take(count)
+        if host is None:
+            self.skipped_pages += count
+            self._index.end_backup(lease, spans, None)
+            self._index.release(lease, -1, touch=False)
+            return None
+        self._transfers += 1
+        if count == self._copy_pages:
+            again = self._index.lease_again(lease)
+            if evicts:
+                self._evicting.appendleft(again)
+            else:
+                self._published[-self._transfers] = (again, completed_step)
+        self._under_way[self._transfers] = _UnderWay(lease, spans, host, evicts)
+        return Copy(self._transfers, device, host)
