@@ -2,7 +2,8 @@
 
 in     prefixes to look up, pages to grow by, launched steps, fences, acknowledgements of copies
 out    page numbers for the page table; loads for a batch; copies to send; how many tokens need not be computed
-state  the device pools (who owns each page), the index (which prefixes have pages), the host tier, the holdings
+state  the device pools (who owns each page), the index (which prefixes have pages), the host tier, the holdings,
+       leases on what storage writes
 owner  the scheduler, which calls it between awaits; nothing here waits
 ready  a page is matchable when the step that fills or loads it is launched (later steps are ordered behind it)
 end    `close` with the last launched step: leased pages stay in the index, private ones are free after that step
@@ -19,7 +20,7 @@ stays private to this one: its bytes are used by this request alone and go when 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -29,7 +30,18 @@ from headrace.kvcache.host import Copied, Copy, HostTier, WritePolicy
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.layout import KvLayout
 from headrace.kvcache.pool import Fence, Owner, PagePool
+from headrace.kvcache.prefetch import (
+    Prefetch,
+    PrefetchCounts,
+    Prefetcher,
+    PrefetchOptions,
+    PrefetchPolicy,
+    PrefillMs,
+    span_of,
+)
 from headrace.kvcache.radix import Dropped, Lease, RadixIndex
+from headrace.kvcache.storage.client import StorageClient
+from headrace.kvcache.storage.protocol import Written, pages_per_message
 from headrace.ops.wire import I32
 
 
@@ -86,8 +98,8 @@ class KvCache:
         write_policy: WritePolicy = "write_through",
         copy_pages: int = 16,
     ) -> None:
-        """`num_pages` per group on the device; `host_pages` in all, 0 for none. Without `reuse` nothing is ever
-        matched (`--disable-radix-cache`)."""
+        """`num_pages` per group on the device; `host_pages` in all, 0 for none; `copy_pages` bounds one copy. Without
+        `reuse` nothing is ever matched (`--disable-radix-cache`)."""
         groups = len(layout.groups)
         assert len(num_pages) == groups
         self.layout = layout
@@ -97,6 +109,21 @@ class KvCache:
         self._host = HostTier(self._index, groups, host_pages, write_policy, copy_pages) if host_pages else None
         self._holdings: dict[int, Holding] = {}
         self._handles = 0
+        self._storage: StorageClient | None = None
+        self._prefetcher: Prefetcher | None = None
+        self._writing: dict[int, Lease | None] = {}
+        """Leases on what storage is writing, by transfer; None where the device was lost meanwhile."""
+        self._writes = 0
+        self.stored_pages = self.unstored_pages = 0
+        """Pages that storage acknowledged, and that it did not take."""
+
+    def attach_storage(self, client: StorageClient, options: PrefetchOptions, on_change: Callable[[], None]) -> None:
+        """Use a storage tier behind the host's. `on_change` is called when a waiting request may be able to go on."""
+        assert self._host is not None, "storage is reached through the host tier"
+        groups = len(self._pools)
+        page_bytes = max(self.layout.page_bytes(group) for group in range(groups))
+        self._storage = client
+        self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, on_change)
 
     @property
     def capacity_pages(self) -> int:
@@ -204,10 +231,71 @@ class KvCache:
         return None if self._host is None else self._host.next_copy(self._pools[0].completed_step)
 
     def copied(self, transfer: int) -> None:
-        """The host has the pages of a copy."""
+        """The host has the pages of a copy; storage gets them next."""
         assert self._host is not None
         done: Copied = self._host.acknowledge(transfer)
-        self._index.release(done.lease, -1, touch=False)
+        if self._storage is None or not self._storage.usable:
+            self._index.release(done.lease, -1, touch=False)
+            return
+        namespace, raw = self._index.path_of(done.lease)
+        tokens = np.frombuffer(raw, np.int32)
+        key = PrefixKey(namespace, self.layout.page_tokens, tokens, len(tokens))
+        # The lease stays until every write has been acknowledged: host pages that storage reads are not evicted.
+        self._writes += 1
+        transfer, left = self._writes, len(done.spans) * len(self._pools)
+        self._writing[transfer] = done.lease
+        pool = self._host.pool
+        pool.open_transfer(transfer)
+        most = pages_per_message(self.layout.page_tokens)
+
+        def written(reply: Written) -> None:
+            nonlocal left
+            left -= 1
+            self.stored_pages += reply.stored
+            self.unstored_pages += len(reply.dropped)
+            if not left:
+                lease = self._writing.pop(transfer)
+                if lease is not None:
+                    self._index.release(lease, -1, touch=False)
+                pool.complete_transfer(transfer)
+
+        at = 0
+        for start, end in done.spans:
+            assert end - start <= most, "a copy is cut smaller than a message"
+            for group in range(len(self._pools)):
+                host = done.host[group, at : at + end - start]
+                self._storage.write(group, span_of(key, start, end, group), host, written)
+            at += end - start
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Storage
+
+    def prefetch(self, key: PrefixKey, policy: PrefetchPolicy | None) -> Prefetch | None:
+        """Ask storage for what a waiting request could reuse; None if it can't help."""
+        if self._prefetcher is None:
+            return None
+        return self._prefetcher.begin(key, self._matchable_pages(key), policy)
+
+    def waits(self, prefetch: Prefetch, prefill_ms: PrefillMs) -> bool:
+        """Whether a request whose turn it is should wait for more of its prefetch."""
+        assert self._prefetcher is not None
+        return self._prefetcher.waits(prefetch, prefill_ms)
+
+    def end_prefetch(self, prefetch: Prefetch, holding: Holding | None) -> int:
+        """The request goes on with this holding, or has ended; pages of its matched prefix that storage brought."""
+        assert self._prefetcher is not None
+        self._prefetcher.release(prefetch)
+        return self._prefetcher.storage_pages(prefetch, holding.matched_pages) if holding is not None else 0
+
+    @property
+    def writing(self) -> bool:
+        """Whether pages are on their way down: to the host, or to storage."""
+        return self.copying or bool(self._writing)
+
+    @property
+    def prefetch_counts(self) -> PrefetchCounts:
+        """Zeros without storage."""
+        return PrefetchCounts() if self._prefetcher is None else self._prefetcher.counts
 
     # ------------------------------------------------------------------------------------------------------------
     # Clearing and checking
@@ -228,7 +316,12 @@ class KvCache:
             self._index.clear()
         else:
             self._host.give_up()
-            self._host.drop(self._index.forget_device())
+            # What storage still reads may become unreachable: its host pages then wait for the writes, not for leases.
+            for transfer, lease in self._writing.items():
+                if lease is not None:
+                    self._index.release(lease, -1, touch=False)
+                self._writing[transfer] = None
+            self._host.drop(self._index.forget_device(), tuple(self._writing))
         for pool in self._pools:
             pool.reset()
 
@@ -255,7 +348,8 @@ class KvCache:
         """Raise AssertionError unless every page has exactly one owner and every lease is counted (invariant 1)."""
         holdings = list(self._holdings.values())
         copies = self._host.leases if self._host is not None else []
-        self._index.check([*(holding.lease for holding in holdings), *copies])
+        writes = [lease for lease in self._writing.values() if lease is not None]
+        self._index.check([*(holding.lease for holding in holdings), *copies, *writes])
         nodes = list(self._index.nodes())
         for group, pool in enumerate(self._pools):
             pool.check()
@@ -265,7 +359,8 @@ class KvCache:
         if self._host is not None:
             self._host.pool.check()
             _check_owner(self._host.pool, Owner.INDEX, [node.host.ravel() for node in nodes])
-            _check_owner(self._host.pool, Owner.TRANSFER, self._host.transferring)
+            reads = self._prefetcher.transferring if self._prefetcher is not None else []
+            _check_owner(self._host.pool, Owner.TRANSFER, [*self._host.transferring, *reads])
 
     def _matchable_pages(self, key: PrefixKey) -> int:
         return (key.length - 1) // key.page_tokens if self._reuse else 0

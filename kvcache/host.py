@@ -153,10 +153,10 @@ class HostTier:
         taken = self.pool.take(count, Owner.TRANSFER)
         return None if taken is None else taken.reshape(self._groups, pages)
 
-    def drop(self, runs: list[Dropped]) -> None:
-        """Host pages that left the index: free when their last reader has completed."""
+    def drop(self, runs: list[Dropped], transfers: tuple[int, ...] = ()) -> None:
+        """Host pages that left the index: free when their last reader and these transfers have completed."""
         for run in runs:
-            self.pool.give_back(run.host.ravel(), Owner.INDEX, Fence(run.last_step))
+            self.pool.give_back(run.host.ravel(), Owner.INDEX, Fence(run.last_step, transfers))
 
     def _begin(self, lease: Lease, completed_step: int, evicts: bool) -> Copy | None:
         """Begin to copy what a path lacks, as much as one copy may; the rest goes back into its queue."""

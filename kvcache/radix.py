@@ -151,6 +151,11 @@ class RadixIndex:
         self._hold_path(lease.node)
         return Lease(lease.node, lease.num_pages)
 
+    def path_of(self, lease: Lease) -> tuple[bytes, bytes]:
+        """`(namespace, token ids as bytes)` of a lease's path."""
+        root, *path = self._path(lease.node)
+        return root.key, b"".join(node.key for node in path)
+
     def held_alone(self, lease: Lease) -> int:
         """Device pages at the end of the lease's path that no other lease is on."""
         pages = 0

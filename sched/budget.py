@@ -53,6 +53,11 @@ class CostModel:
         factor = self._mixed_factor if prefill_tokens else self._decode_factor
         return factor * self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
 
+    def prefill_ms(self, tokens: int, context_tokens: int) -> float:
+        """Computing so many tokens behind a context, beyond what a step costs anyway."""
+        pairs = tokens * (context_tokens + tokens // 2)
+        return self._mixed_factor * (self.token_ms * tokens + self.pair_ms * pairs)
+
     def observe(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int, step_ms: float) -> None:
         """A step took `step_ms` on the device."""
         raw_ms = self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)

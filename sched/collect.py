@@ -154,9 +154,9 @@ def _started(request: Request) -> Started:
     return Started(
         request=request.submit.request,
         cached_tokens=request.cached_tokens,
-        cached_device_tokens=request.cached_tokens - request.cached_host_tokens,
+        cached_device_tokens=request.cached_tokens - request.cached_host_tokens - request.cached_storage_tokens,
         cached_host_tokens=request.cached_host_tokens,
-        cached_storage_tokens=0,
+        cached_storage_tokens=request.cached_storage_tokens,
         queue_ms=(request.first_launch_s - request.arrival_s) * 1e3,
         prefill_ms=(request.first_ids_s - request.first_launch_s) * 1e3,
     )

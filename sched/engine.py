@@ -36,6 +36,9 @@ from headrace.kvcache.cache import KvCache
 from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout
+from headrace.kvcache.prefetch import PrefetchOptions
+from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageLimits, StorageRefused
+from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.wire import Backup, Forward, MakePools, Ready, Sample, Start, StepDone
 from headrace.sched.batch import encode
 from headrace.sched.budget import TARGET_STEP_MS, CostModel, LaunchClock
@@ -86,6 +89,10 @@ class EngineOptions(msgspec.Struct, frozen=True):
     host_pages: int = 0
     """Pages of the host tier, all groups together; 0 for none."""
     write_policy: WritePolicy = "write_through"
+    storage: OpenStore | None = None
+    """The storage tier behind the host's."""
+    storage_limits: StorageLimits = StorageLimits()
+    prefetch: PrefetchOptions = PrefetchOptions()
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     conservativeness: float = 1.0
@@ -99,7 +106,14 @@ class EngineOptions(msgspec.Struct, frozen=True):
 class Engine:
     """One model on one device. Implements the server's view of a scheduler."""
 
-    def __init__(self, options: EngineOptions, connect: Connect, sink: Callable[[StepDeltas], None]) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        connect: Connect,
+        sink: Callable[[StepDeltas], None],
+        connect_storage: ConnectStorage | None = None,
+    ) -> None:
+        """`connect_storage` starts the agent of the storage tier, if `options.storage` asks for one."""
         self.sink = sink
         self._options = options
         self._connect = connect
@@ -113,7 +127,13 @@ class Engine:
             options.write_policy,
             max(1, MAX_COPY_BYTES // max(options.layout.page_bytes(group) for group in range(groups))),
         )
-        self._scheduler = Scheduler(self._cache, start.ring, start.max_context_tokens, options.conservativeness)
+        self._scheduler = Scheduler(
+            self._cache,
+            start.ring,
+            start.max_context_tokens,
+            options.conservativeness,
+            lambda tokens, context: self._costs.prefill_ms(tokens, context),
+        )
         self._requests: dict[int, Request] = {}
         self._orders = 0
         self._stop_ids: NDArray[np.bool_] = np.zeros(start.ring.vocab, np.bool_)
@@ -132,6 +152,11 @@ class Engine:
         self._next_step = 0
         # The stages.
         self._wake = asyncio.Event()
+        self._storage: StorageClient | None = None
+        if options.storage is not None:
+            assert connect_storage is not None
+            self._storage = StorageClient(connect_storage, options.storage, options.storage_limits, self._wake.set)
+            self._cache.attach_storage(self._storage, options.prefetch, self._wake.set)
         self._alarm: asyncio.TimerHandle | None = None
         self._unchecked = False
         self._steps = self._prompt_tokens = self._cached_tokens = 0
@@ -191,6 +216,8 @@ class Engine:
         self._stop_ids[list(sampling.stop_ids)] = True
         self._requests[submit.request] = request
         self._prompt_tokens += prompt_tokens
+        if sampling.prompt_logprobs < 0:
+            request.prefetch = self._cache.prefetch(key, submit.prefetch_policy or None)
         scheduler.enqueue(request)
         self._wake.set()
 
@@ -253,10 +280,14 @@ class Engine:
                 stages.create_task(self._device.serve(), name="device")
                 stages.create_task(self._execute(), name="execute")
                 stages.create_task(self._watch(), name="watch")
+                if self._storage is not None:
+                    stages.create_task(self._storage.serve(), name="storage")
         except ExceptionGroup as group:
             first = _first(group)
             stage_died = EngineFailed(f"a stage of the engine died: {first!r}")
+            refused = EngineFailed(f"the disk cache can't be used: {first}")
             failed = first if isinstance(first, EngineFailed) else stage_died
+            failed = refused if isinstance(first, StorageRefused) else failed
             self._device.phase, self._device.message = "failed", str(failed)
             for request in list(self._requests.values()):
                 self._end(request, "error", f"the engine has failed: {failed}")

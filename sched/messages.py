@@ -61,7 +61,7 @@ class Submit(msgspec.Struct, frozen=True):
     """Part of a page's identity; no adapters yet."""
     priority: int = 0
     return_cached_details: bool = False
-    prefetch_policy: str = ""
+    prefetch_policy: Literal["", "best_effort", "wait_complete", "timeout", "adaptive"] = ""
     """"" is the server's."""
     deadline_ms: float = 0.0
     """Time after submission at which the request ends with "timeout"; 0 is none."""

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from headrace.kvcache.cache import Holding
 from headrace.kvcache.identity import PrefixKey
+from headrace.kvcache.prefetch import Prefetch
 from headrace.ops.wire import I32
 from headrace.sched.messages import Submit
 
@@ -49,17 +50,9 @@ class Request:
     """A submitted request until its end."""
 
     __slots__ = (
-        *(
-            "arrival_s",
-            "cached_host_tokens",
-            "cached_tokens",
-            "deadline",
-            "filling_from",
-            "filling_to",
-            "first_ids_s",
-            "first_launch_s",
-        ),
-        *("holding", "ids", "key", "order", "prompt_logprobs_from", "retractions", "slot", "stage", "submit"),
+        *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadline", "filling_from"),
+        *("filling_to", "first_ids_s", "first_launch_s", "holding", "ids", "key", "order", "prefetch"),
+        *("prefetch_reason", "prompt_logprobs_from", "retractions", "slot", "stage", "storage_wait_ms", "submit"),
     )
 
     def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
@@ -75,8 +68,12 @@ class Request:
         self.holding: Holding | None = None
         self.filling_from = self.filling_to = 0
         """Pages [from, to) of its known tokens that it is about to compute, for others with the same prefix."""
-        self.cached_tokens = self.cached_host_tokens = 0
-        """Prompt tokens it found in the cache when it first started; those of them that only the host had."""
+        self.cached_tokens = self.cached_host_tokens = self.cached_storage_tokens = 0
+        """Prompt tokens it found in the cache when it first started; those of them that only the host had, and that
+        the host had from storage, for this request."""
+        self.prefetch: Prefetch | None = None
+        self.storage_wait_ms = 0.0
+        self.prefetch_reason = ""
         self.first_launch_s = self.first_ids_s = -1.0
         self.prompt_logprobs_from = 1 if submit.sampling.prompt_logprobs >= 0 else len(submit.prompt_ids)
         """Prompt positions from here on still need their logprobs."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from headrace.kvcache.cache import Holding, KvCache
 from headrace.kvcache.pool import Fence
+from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
 from headrace.sched.batch import Chunk, ScheduleBatch
 from headrace.sched.budget import OutputForecast
@@ -41,8 +42,14 @@ class Scheduler:
     """The requests of one engine and their claims on slots and pages."""
 
     def __init__(
-        self, cache: KvCache, geometry: RingGeometry, max_context_tokens: int, conservativeness: float
+        self,
+        cache: KvCache,
+        geometry: RingGeometry,
+        max_context_tokens: int,
+        conservativeness: float,
+        prefill_ms: PrefillMs = lambda tokens, context: 0.0,
     ) -> None:
+        """`prefill_ms`: what computing so many tokens behind such a context would take now."""
         self.cache = cache
         self.table = SlotTable(geometry.max_samples, max_context_tokens)
         self.waiting: list[Request] = []
@@ -54,6 +61,7 @@ class Scheduler:
         self._geometry = geometry
         self._page_tokens = cache.layout.page_tokens
         self._forecast = OutputForecast(conservativeness)
+        self._prefill_ms = prefill_ms
         self._filling: dict[bytes, int] = {}
 
     @property
@@ -69,6 +77,7 @@ class Scheduler:
 
     def end(self, request: Request) -> None:
         """Give back whatever the request has, in whichever stage it is."""
+        self._end_prefetch(request, None)
         if request.stage is Stage.WAITING:
             self.waiting.remove(request)
             self.waiting_tokens -= len(request.ids)
@@ -207,7 +216,7 @@ class Scheduler:
         at = 0
         while left > 0 and at < min(len(self.waiting), _MAX_PASSED_OVER) and self.table.free_slots:
             request = self.waiting[at]
-            if self._is_being_filled(request):
+            if self._waits_for_storage(request) or self._is_being_filled(request):
                 at += 1
                 continue
             tokens = self._try_admit(batch, request, step, left)
@@ -249,9 +258,11 @@ class Scheduler:
     def _enter(self, request: Request, holding: Holding) -> None:
         self.table.enter(request, holding, self._page_tokens)
         request.stage = Stage.PREFILL
+        from_storage = self._end_prefetch(request, holding)
         if request.first_launch_s < 0:
             request.cached_tokens = holding.matched_pages * self._page_tokens
-            request.cached_host_tokens = holding.host.shape[1] * self._page_tokens
+            request.cached_storage_tokens = min(from_storage, holding.host.shape[1]) * self._page_tokens
+            request.cached_host_tokens = holding.host.shape[1] * self._page_tokens - request.cached_storage_tokens
         self.prefilling.append(request)
         full = len(request.ids) // self._page_tokens
         request.filling_from, request.filling_to = holding.matched_pages, max(full, holding.matched_pages)
@@ -281,6 +292,9 @@ class Scheduler:
         )
         return chunk.tokens if batch.add(chunk, self._geometry.max_batch_bytes, enters, pages) else 0
 
+    def _waits_for_storage(self, request: Request) -> bool:
+        return request.prefetch is not None and self.cache.waits(request.prefetch, self._prefill_ms)
+
     def _is_being_filled(self, request: Request) -> bool:
         """Whether the first page that this request would compute is about to be computed for another."""
         if not self._filling or request.prompt_logprobs_from < request.prompt_tokens:
@@ -304,6 +318,14 @@ class Scheduler:
         request.holding = None
         self.table.held[request.slot] = 0
         self._forget_filling(request, request.filling_to)
+
+    def _end_prefetch(self, request: Request, holding: Holding | None) -> int:
+        """The request stops waiting for storage; pages that it got from there."""
+        if request.prefetch is None:
+            return 0
+        prefetch, request.prefetch = request.prefetch, None
+        request.storage_wait_ms, request.prefetch_reason = prefetch.waited_ms, prefetch.reason
+        return self.cache.end_prefetch(prefetch, holding)
 
     def _collected(self, request: Request) -> bool:
         return bool(self.table.known[request.slot] == self.table.extent[request.slot])

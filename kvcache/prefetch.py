@@ -1,0 +1,353 @@
+"""Prefetch: storage → host, ahead of the requests that need the pages, and how long those wait for it.
+
+in     waiting requests; what storage found and read; the time that computing would take
+out    host pages in the index; for each request, whether it should wait longer
+state  a `Prefetch` per request that storage may help, reads under way, a running estimate of storage's speed
+owner  `KvCache`; the scheduler asks `waits`, nothing here waits itself
+ready  pages as their read is acknowledged and all before them are there
+end    `release`: what has not begun is cancelled; pages come back with each read's acknowledgement
+
+A request's missing pages are looked up in one call, then read in pieces. Pieces are indexed in the order of the prefix,
+so whenever the request stops waiting, what has arrived is a contiguous part. How long it waits is the policy's choice:
+
+    best_effort    not at all: what is there when its turn comes is used
+    wait_complete  until everything found has arrived
+    timeout        the same, but at most base + per_ki_token x n / 1024 after submission
+    adaptive       while computing the pages that are still to come would take longer than waiting for them
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from headrace.kvcache.host import HostTier
+from headrace.kvcache.identity import PrefixKey
+from headrace.kvcache.pool import Fence, Owner
+from headrace.kvcache.radix import RadixIndex
+from headrace.kvcache.storage.client import PageSpan, StorageClient
+from headrace.kvcache.storage.protocol import ReadDone
+from headrace.ops.wire import I32
+
+PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
+PrefillMs: TypeAlias = Callable[[int, int], float]
+"""(tokens, context they begin at) → ms that computing them would take now."""
+
+_SMOOTHING: Final = 0.2
+_PATIENCE: Final = 3.0
+"""A piece that takes so many times what was expected is taken for stuck by `adaptive`."""
+
+
+class PrefetchOptions(msgspec.Struct, frozen=True):
+    """Per server."""
+
+    policy: PrefetchPolicy = "adaptive"
+    threshold_tokens: int = 64
+    """Fewer missing tokens are not worth a lookup."""
+    timeout_base_ms: float = 1000.0
+    timeout_per_ki_token_ms: float = 250.0
+    piece_bytes: int = 4 << 20
+    host_share: float = 0.5
+    """Of the host pool, for reads under way."""
+
+
+class PrefetchCounts(msgspec.Struct):
+    """Pages, since the start."""
+
+    lookups: int = 0
+    found: int = 0
+    useful: int = 0
+    """Arrived before their request went on."""
+    late: int = 0
+    """Arrived after it; still indexed."""
+    wasted: int = 0
+    """Read, and not indexed: computed meanwhile, or what came before is gone."""
+    cancelled: int = 0
+    declined: int = 0
+    """Found, and not read for lack of host room."""
+    waited_ms: float = 0.0
+
+
+class Prefetch:
+    """One request's prefetch."""
+
+    __slots__ = (
+        *("arrived", "asked_s", "began_wait_s", "done", "first", "found", "key", "leader", "pieces", "policy"),
+        *("reason", "released", "timer", "waited_ms", "waiters"),
+    )
+
+    def __init__(self, key: PrefixKey, policy: PrefetchPolicy, asked_s: float) -> None:
+        self.key = key
+        self.policy = policy
+        self.asked_s = asked_s
+        self.first = 0
+        """The first page that neither device nor host had."""
+        self.found = -1
+        """Pages that storage has, from `first` on; -1 until it has said."""
+        self.arrived = 0
+        """Of those, indexed."""
+        self.pieces: list[_Piece] = []
+        self.done = False
+        """Nothing more will come of it."""
+        self.released = False
+        """Its request has gone on or ended."""
+        self.leader: Prefetch | None = None
+        self.waiters: list[Prefetch] = []
+        """Others that wait for the same pages."""
+        self.timer: asyncio.TimerHandle | None = None
+        self.began_wait_s = -1.0
+        self.waited_ms = 0.0
+        self.reason = ""
+        """Why its request waited or went on."""
+
+
+class _Piece:
+    __slots__ = ("end", "good", "host", "operations", "start")
+
+    def __init__(self, start: int, end: int, host: I32) -> None:
+        self.start, self.end = start, end
+        """Pages of the prefix."""
+        self.host = host
+        """int32 [groups, end - start]"""
+        self.operations: list[int] = []
+        self.good = -1
+        """Pages that hold what they should, once all groups have answered."""
+
+
+class Prefetcher:
+    """All prefetches of one cache."""
+
+    def __init__(
+        self,
+        index: RadixIndex,
+        host: HostTier,
+        client: StorageClient,
+        options: PrefetchOptions,
+        page_bytes: int,
+        groups: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called when a waiting request may be able to go on."""
+        self.counts = PrefetchCounts()
+        self._index = index
+        self._host = host
+        self._client = client
+        self._options = options
+        self._groups = groups
+        self._piece_pages = max(1, options.piece_bytes // page_bytes)
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self._reading: dict[bytes, Prefetch] = {}
+        self._held_pages = 0
+        self._lookup_ms = 1.0
+        self._page_ms = page_bytes / 1e6
+        """Running estimates; until something was measured, 1 GB/s."""
+
+    @property
+    def transferring(self) -> list[I32]:
+        """Host pages that reads write to, or that wait for an earlier piece."""
+        prefetches = {id(prefetch): prefetch for prefetch in self._reading.values()}
+        return [piece.host.ravel() for prefetch in prefetches.values() for piece in prefetch.pieces]
+
+    def begin(self, key: PrefixKey, matchable_pages: int, policy: PrefetchPolicy | None) -> Prefetch | None:
+        """Ask storage for what the device and the host lack of a prefix; None if that is not worth it."""
+        prefetch = Prefetch(key, policy or self._options.policy, self._loop.time())
+        if not self._ask(prefetch, matchable_pages):
+            return None
+        if prefetch.policy == "timeout":
+            tokens = (matchable_pages - prefetch.first) * key.page_tokens
+            limit_ms = self._options.timeout_base_ms + self._options.timeout_per_ki_token_ms * tokens / 1024
+            prefetch.timer = self._loop.call_later(limit_ms / 1e3, self._on_change)
+        return prefetch
+
+    def waits(self, prefetch: Prefetch, prefill_ms: PrefillMs) -> bool:
+        """Whether the request, whose turn it is, should wait for more."""
+        now_s = self._loop.time()
+        wait = not prefetch.done and self._should_wait(prefetch, now_s, prefill_ms)
+        if wait and prefetch.began_wait_s < 0:
+            prefetch.began_wait_s = now_s
+        elif not wait and prefetch.began_wait_s >= 0:
+            prefetch.waited_ms += (now_s - prefetch.began_wait_s) * 1e3
+            prefetch.began_wait_s = -1.0
+        return wait
+
+    def storage_pages(self, prefetch: Prefetch, matched_pages: int) -> int:
+        """Of a request's matched prefix, the pages that this prefetch brought."""
+        return max(0, min(matched_pages, prefetch.first + prefetch.arrived) - prefetch.first)
+
+    def release(self, prefetch: Prefetch) -> None:
+        """The request goes on, or has ended: nothing more is begun for it alone."""
+        if prefetch.released:
+            return
+        prefetch.released = True
+        if prefetch.timer is not None:
+            prefetch.timer.cancel()
+        self.counts.useful += prefetch.arrived
+        self.counts.waited_ms += prefetch.waited_ms
+        if prefetch.leader is not None and prefetch in prefetch.leader.waiters:
+            prefetch.leader.waiters.remove(prefetch)
+        if not prefetch.done and not any(not waiter.released for waiter in prefetch.waiters):
+            for piece in prefetch.pieces:
+                for operation in piece.operations:
+                    self._client.cancel(operation)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Policies
+
+    def _should_wait(self, prefetch: Prefetch, now_s: float, prefill_ms: PrefillMs) -> bool:
+        match prefetch.policy:
+            case "best_effort":
+                prefetch.reason = "best_effort never waits"
+                return False
+            case "wait_complete":
+                prefetch.reason = "everything that was found is awaited"
+                return True
+            case "timeout":
+                assert prefetch.timer is not None
+                prefetch.reason = "within its time limit" if prefetch.timer.when() > now_s else "out of time"
+                return prefetch.timer.when() > now_s
+            case "adaptive":
+                return self._pays(prefetch, now_s, prefill_ms)
+
+    def _pays(self, prefetch: Prefetch, now_s: float, prefill_ms: PrefillMs) -> bool:
+        """Whether the pages to come save more time than waiting for them is expected to cost."""
+        page_tokens = prefetch.key.page_tokens
+        spent_ms = (now_s - prefetch.asked_s) * 1e3
+        if prefetch.found < 0:
+            end = (prefetch.key.length - 1) // page_tokens
+            expected_ms, wait_ms = self._lookup_ms, max(0.0, self._lookup_ms - spent_ms)
+            begin = prefetch.first
+        else:
+            begin, end = prefetch.first + prefetch.arrived, prefetch.first + prefetch.found
+            # Reads of others share the device with this one's.
+            wait_ms = (end - begin) * self._page_ms * max(1, self._held_pages / max(1, prefetch.found))
+            expected_ms = self._lookup_ms + prefetch.found * self._page_ms
+        saved_ms = prefill_ms((end - begin) * page_tokens, begin * page_tokens)
+        stuck = spent_ms > _PATIENCE * expected_ms + 5.0 and spent_ms > saved_ms
+        pays = saved_ms > wait_ms and not stuck
+        prefetch.reason = f"{end - begin} pages: computing {saved_ms:.1f} ms, waiting {wait_ms:.1f} ms"
+        if pays and prefetch.timer is None:
+            # Looked at again when the wait has cost what it saves.
+            prefetch.timer = self._loop.call_later(saved_ms / 1e3, self._on_change)
+        return pays
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Reading
+
+    def _ask(self, prefetch: Prefetch, matchable_pages: int) -> bool:
+        key = prefetch.key
+        prefetch.first = self._index.peek(key.namespace, key.raw(0, matchable_pages))[1]
+        missing = matchable_pages - prefetch.first
+        if not self._client.usable or missing * key.page_tokens < max(1, self._options.threshold_tokens):
+            return False
+        hashes = key.page_hashes(matchable_pages)[prefetch.first :]
+        leader = self._reading.get(hashes[0])
+        if leader is not None:
+            # Two that need the same pages share one read; what differs behind them is asked for afterwards.
+            prefetch.leader = leader
+            leader.waiters.append(prefetch)
+            return True
+        for page_hash in hashes:
+            self._reading.setdefault(page_hash, prefetch)
+        self.counts.lookups += 1
+        asked_s = self._loop.time()
+        answers: list[int] = []
+
+        def found(pages: int) -> None:
+            answers.append(pages)
+            if len(answers) == self._groups:
+                self._lookup_ms += _SMOOTHING * ((self._loop.time() - asked_s) * 1e3 - self._lookup_ms)
+                self._found(prefetch, min(answers))
+
+        for group in range(self._groups):
+            self._client.lookup(group, group_keys(hashes, group), found)
+        return True
+
+    def _found(self, prefetch: Prefetch, pages: int) -> None:
+        prefetch.found = pages
+        self.counts.found += pages
+        if prefetch.released and not prefetch.waiters:
+            self.counts.cancelled += pages
+            pages = 0
+        room = min(int(self._host.pool.num_pages // self._groups * self._options.host_share) - self._held_pages, pages)
+        host = self._host.take(max(room, 0))
+        if host is None:
+            host = self._host.take(0)
+        assert host is not None
+        self.counts.declined += pages - host.shape[1]
+        prefetch.found = host.shape[1]
+        self._held_pages += host.shape[1]
+        for start in range(0, host.shape[1], self._piece_pages):
+            end = min(start + self._piece_pages, host.shape[1])
+            self._read(prefetch, _Piece(prefetch.first + start, prefetch.first + end, host[:, start:end]))
+        self._advance(prefetch)
+        self._on_change()
+
+    def _read(self, prefetch: Prefetch, piece: _Piece) -> None:
+        prefetch.pieces.append(piece)
+        asked_s = self._loop.time()
+        answers: list[int] = []
+
+        def read(done: ReadDone) -> None:
+            answers.append(done.good)
+            if len(answers) == self._groups:
+                piece.good = min(answers)
+                piece.operations.clear()
+                if piece.good:
+                    page_ms = max(done.read_ms, (self._loop.time() - asked_s) * 1e3 / len(prefetch.pieces)) / piece.good
+                    self._page_ms += _SMOOTHING * (page_ms - self._page_ms)
+                self._advance(prefetch)
+                self._on_change()
+
+        for group in range(self._groups):
+            span = span_of(prefetch.key, piece.start, piece.end, group)
+            piece.operations.append(self._client.read(group, span, piece.host[group], read))
+
+    def _advance(self, prefetch: Prefetch) -> None:
+        """Index the pieces that have come, in order; when no more will, end."""
+        pool, key = self._host.pool, prefetch.key
+        while prefetch.pieces and prefetch.pieces[0].good >= 0:
+            piece = prefetch.pieces.pop(0)
+            size = piece.end - piece.start
+            self._held_pages -= size
+            good = piece.host[:, : piece.good]
+            whole = piece.start == prefetch.first + prefetch.arrived
+            taken = np.zeros(piece.good, np.bool_)
+            if whole and piece.good:
+                taken = self._index.insert_host(key.namespace, key.raw(0, piece.start + piece.good), piece.start, good)
+                prefetch.arrived += piece.good
+            pool.hand_over(good[:, taken].ravel(), Owner.TRANSFER, Owner.INDEX)
+            pool.give_back(good[:, ~taken].ravel(), Owner.TRANSFER, Fence())
+            pool.give_back(piece.host[:, piece.good :].ravel(), Owner.TRANSFER, Fence())
+            self.counts.wasted += piece.good - int(taken.sum())
+            if prefetch.released:
+                self.counts.late += int(taken.sum())
+        if not prefetch.pieces and prefetch.found >= 0:
+            self._end(prefetch)
+
+    def _end(self, prefetch: Prefetch) -> None:
+        prefetch.done = True
+        self._reading = {page: other for page, other in self._reading.items() if other is not prefetch}
+        waiters, prefetch.waiters = prefetch.waiters, []
+        for waiter in waiters:
+            waiter.leader = None
+            if waiter.released or not self._ask(waiter, (waiter.key.length - 1) // waiter.key.page_tokens):
+                waiter.done = True
+
+
+def group_keys(hashes: list[bytes], group: int) -> bytes:
+    """Keys of a group's pages: group 0's are the chain hashes; another's differ in their last byte."""
+    if not group:
+        return b"".join(hashes)
+    return b"".join(page[:-1] + bytes([page[-1] ^ group]) for page in hashes)
+
+
+def span_of(key: PrefixKey, start: int, end: int, group: int) -> PageSpan:
+    """What the agent needs to know of pages [start, end) of a prefix."""
+    hashes = key.page_hashes(end)
+    parents = group_keys([hashes[start - 1] if start else key.namespace, *hashes[start : end - 1]], group)
+    return PageSpan(key.namespace, parents, group_keys(hashes[start:end], group), key.raw(start, end))

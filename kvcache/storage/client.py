@@ -1,0 +1,302 @@
+"""The server's side of the storage agent: operations out, completions in, and what happens when neither comes.
+
+in     lookups, reads and writes, with a function to call when each is over; replies of the agent
+out    that call, exactly once an operation, at the latest when the agent has ended
+state  operations under way, the breaker, the connection of this life of the agent
+owner  the cache; `serve` is a stage of the engine
+ready  host pages of a read, when its function is called with what is good
+end    a lost agent has ended (killed, reaped) before its operations are: it touches no page any more
+
+Three things can go wrong, and each has one answer. An agent that *ends* is started again after a pause. One that is
+*silent* costs a lookup its deadline, and then the breaker is open: for a while nothing is asked, so later requests do
+not pay again. A read or write whose answer is overdue holds host pages that nobody may touch (limbo): past a bound the
+agent is killed, because only then are they ours again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from headrace.kvcache.storage.protocol import (
+    Cancel,
+    Close,
+    Command,
+    Found,
+    Lookup,
+    Opened,
+    OpenStore,
+    Read,
+    ReadDone,
+    ReadProgress,
+    Refused,
+    StoreFailed,
+    Touch,
+    Write,
+    Written,
+    encoder,
+    reply_decoder,
+)
+from headrace.ops.transport import Transport, TransportClosed
+from headrace.ops.wire import I32
+
+log = logging.getLogger(__name__)
+
+MAX_UNDER_WAY: Final = 512
+"""Operations; one more is not begun."""
+LONGEST_PAUSE_S: Final = 30.0
+
+
+class StorageRefused(Exception):
+    """The store can't be opened; the message says what to change."""
+
+
+class StorageConnection(Protocol):
+    """One life of the agent."""
+
+    @property
+    def transport(self) -> Transport:
+        """Its command pipe."""
+
+    def close(self) -> None:
+        """End the agent and wait until it has ended: from here on it touches no page. Harmless twice."""
+
+
+ConnectStorage: TypeAlias = Callable[[], Awaitable[StorageConnection]]
+"""Start an agent. Raises OSError."""
+
+
+class StorageLimits(msgspec.Struct, frozen=True):
+    """Deadlines."""
+
+    lookup_s: float = 0.1
+    """A lookup reads no disk: later than this, the agent is in trouble."""
+    limbo_s: float = 10.0
+    """How long a read or a write may hold host pages."""
+    breaker_s: float = 10.0
+    """How long nothing is asked after a deadline was missed."""
+
+
+class PageSpan(NamedTuple):
+    """Consecutive pages of one chain: what the agent checks and stores beside their bytes."""
+
+    namespace: bytes
+    parents: bytes
+    """16 bytes a page: the chain hash before it."""
+    keys: bytes
+    """16 bytes a page."""
+    tokens: bytes
+    """Little-endian int32."""
+
+
+class _Operation(NamedTuple):
+    fail: Callable[[], None]
+    finish: Callable[[Found | ReadDone | Written], None]
+    deadline: asyncio.TimerHandle
+
+
+class StorageClient:
+    """One storage backend, behind its agent."""
+
+    def __init__(
+        self,
+        connect: ConnectStorage,
+        open_store: OpenStore,
+        limits: StorageLimits,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called when the store becomes usable."""
+        self.backend = open_store.backend
+        self.message = "opening"
+        """Why the store is not usable; "" while it is."""
+        self.restarts = self.deadlines_missed = 0
+        self._connect = connect
+        self._open_store = open_store
+        self._limits = limits
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self._transport: Transport | None = None
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._operations: dict[int, _Operation] = {}
+        self._next_id = 0
+        self._open = self._was_open = False
+        self._shut_until_s = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Open, and the breaker is closed."""
+        return self._open and self._loop.time() >= self._shut_until_s
+
+    @property
+    def under_way(self) -> int:
+        return len(self._operations)
+
+    async def serve(self) -> None:
+        """One life of the agent after the other. Raises StorageRefused if the store can't be opened at the start."""
+        pause_s = 0.5
+        while True:
+            began_s = self._loop.time()
+            reason = await self._live()
+            self._fail_all()
+            if not self._was_open:
+                raise StorageRefused(reason)
+            self.restarts += 1
+            pause_s = 0.5 if self._loop.time() - began_s > LONGEST_PAUSE_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            log.error("%s; pages in storage can't be used for %.1f s", reason, pause_s)
+            await asyncio.sleep(pause_s)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Operations: each calls `done` once, later
+
+    def lookup(self, group: int, keys: bytes, done: Callable[[int], None]) -> None:
+        """How many of the keys are stored, from the first on; 0 when the store is not usable or too slow to say."""
+        operation = self._next_id
+        self._begin(
+            Lookup(operation, group, keys),
+            self._limits.lookup_s,
+            lambda: self._lookup_missed(operation, done),
+            lambda: done(0),
+            lambda reply: done(reply.pages if isinstance(reply, Found) else 0),
+        )
+
+    def read(self, group: int, span: PageSpan, host_pages: I32, done: Callable[[ReadDone], None]) -> int:
+        """Read pages into host pages, which are the agent's until `done`; the operation's id."""
+        operation = self._next_id
+        read = Read(operation, group, span.namespace, span.parents[:16], span.keys, span.tokens, host_pages.tolist())
+        nothing = ReadDone(operation, 0)
+        self._begin(
+            read,
+            self._limits.limbo_s,
+            self._in_limbo,
+            lambda: done(nothing),
+            lambda reply: done(reply if isinstance(reply, ReadDone) else nothing),
+        )
+        return operation
+
+    def write(self, group: int, span: PageSpan, host_pages: I32, done: Callable[[Written], None]) -> None:
+        """Store host pages, which the agent reads until `done`."""
+        operation = self._next_id
+        write = Write(operation, group, span.namespace, span.parents, span.keys, span.tokens, host_pages.tolist())
+        nothing = Written(operation, 0, list(range(len(host_pages))))
+        self._begin(
+            write,
+            self._limits.limbo_s,
+            self._in_limbo,
+            lambda: done(nothing),
+            lambda reply: done(reply if isinstance(reply, Written) else nothing),
+        )
+
+    def cancel(self, operation: int) -> None:
+        """Begin nothing more of a read or write; its `done` comes when nothing touches its pages."""
+        if operation in self._operations:
+            self._send(Cancel(operation))
+
+    def touch(self, group: int, keys: bytes) -> None:
+        """These pages were used."""
+        if self.usable:
+            self._send(Touch(group, keys))
+
+    def close_soon(self) -> None:
+        """Ask the agent to finish what is under way and end."""
+        self._send(Close())
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        command: Lookup | Read | Write,
+        deadline_s: float,
+        missed: Callable[[], None],
+        fail: Callable[[], None],
+        finish: Callable[[Found | ReadDone | Written], None],
+    ) -> None:
+        self._next_id += 1
+        if not self.usable or len(self._operations) >= MAX_UNDER_WAY:
+            self._loop.call_soon(fail)
+            return
+        deadline = self._loop.call_later(deadline_s, missed)
+        self._operations[command.id] = _Operation(fail, finish, deadline)
+        self._send(command)
+
+    def _lookup_missed(self, operation: int, done: Callable[[int], None]) -> None:
+        """A lookup holds no pages: it is over, and its late reply means nothing."""
+        if self._operations.pop(operation, None) is not None:
+            self._trip("storage did not answer a lookup in time")
+            done(0)
+
+    def _in_limbo(self) -> None:
+        """A transfer holds host pages past the bound: only the agent's end gives them back."""
+        self._trip("storage has held host pages for too long")
+        self._lose(f"the storage agent has not answered in {self._limits.limbo_s:.0f} s")
+
+    def _trip(self, message: str) -> None:
+        self.deadlines_missed += 1
+        if self._loop.time() >= self._shut_until_s:
+            log.warning("%s; it is not asked for %.0f s", message, self._limits.breaker_s)
+        self._shut_until_s = self._loop.time() + self._limits.breaker_s
+
+    async def _live(self) -> str:
+        """Connect, open, serve until the agent is lost; the reason. It has ended when this returns or raises."""
+        self._lost = self._loop.create_future()
+        try:
+            connection = await self._connect()
+        except OSError as error:
+            return f"the storage agent can't be started: {error}"
+        try:
+            self._transport = connection.transport
+            self._transport.open(self._reply, self._lose)
+            self._send(self._open_store)
+            return await self._lost
+        finally:
+            self._open = False
+            self._transport = None
+            connection.close()
+
+    def _reply(self, message: bytes) -> None:
+        reply = reply_decoder.decode(message)
+        match reply:
+            case Opened():
+                self._open = self._was_open = True
+                self.message = ""
+                log.info("storage holds %d pages, opened in %.0f ms", reply.stats.pages, reply.open_ms)
+                if reply.message:
+                    log.warning("storage: %s", reply.message)
+                self._on_change()
+            case Found() | ReadDone() | Written():
+                if (operation := self._operations.pop(reply.id, None)) is not None:
+                    operation.deadline.cancel()
+                    operation.finish(reply)
+            case Refused():
+                self._lose(reply.message)
+            case StoreFailed():
+                self._open = False
+                self.message = reply.message
+                log.error("storage can't go on: %s", reply.message)
+            case ReadProgress():
+                return
+            case other:
+                self._lose(f"the storage agent said {other}, which nothing asked for")
+
+    def _lose(self, reason: str) -> None:
+        self._open = False
+        self.message = reason
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    def _fail_all(self) -> None:
+        """The agent has ended: whatever it had is ours again."""
+        operations, self._operations = self._operations, {}
+        for operation in operations.values():
+            operation.deadline.cancel()
+            operation.fail()
+
+    def _send(self, command: Command) -> None:
+        if self._transport is not None:
+            try:
+                self._transport.send(encoder.encode(command))
+            except TransportClosed:
+                self._lose("the storage agent closed its command pipe")
