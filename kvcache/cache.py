@@ -114,12 +114,14 @@ class KvCache:
         self._writing: dict[int, Lease | None] = {}
         """Leases on what storage is writing, by transfer; None where the device was lost meanwhile."""
         self._writes = 0
+        self._on_change: Callable[[], None] = lambda: None
         self.stored_pages = self.unstored_pages = 0
         """Pages that storage acknowledged, and that it did not take."""
 
     def attach_storage(self, client: StorageClient, options: PrefetchOptions, on_change: Callable[[], None]) -> None:
         """Use a storage tier behind the host's. `on_change` is called when a waiting request may be able to go on."""
         assert self._host is not None, "storage is reached through the host tier"
+        self._on_change = on_change
         groups = len(self._pools)
         page_bytes = max(self.layout.page_bytes(group) for group in range(groups))
         self._storage = client
@@ -258,6 +260,7 @@ class KvCache:
                 if lease is not None:
                     self._index.release(lease, -1, touch=False)
                 pool.complete_transfer(transfer)
+                self._on_change()
 
         at = 0
         for start, end in done.spans:
@@ -367,14 +370,20 @@ class KvCache:
 
     def _evict(self, count: int) -> None:
         """Make room for `count` pages; under write-back, what the host lacks is copied first and room comes later."""
-        if count <= 0:
-            return
         host = self._host
-        if host is not None and host.policy == "write_back" and host.room_pages:
-            ready, leases = self._index.coldest(count - host.returning_pages)
+        if host is None or host.policy != "write_back" or host.full:
+            if host is not None:
+                host.full = False
+            self._drop(self._index.evict_device(count))
+            return
+        count -= host.returning_pages
+        while count > 0:
+            ready, leases = self._index.coldest(count)
             host.evict_after_copy(leases)
-            count = ready
-        self._drop(self._index.evict_device(count))
+            if not ready:
+                return
+            self._drop(self._index.evict_device(ready))
+            count -= ready + sum(self._index.held_alone(lease) for lease in leases)
 
     def _drop(self, runs: list[Dropped]) -> None:
         for run in runs:

@@ -58,6 +58,8 @@ class HostTier:
         self.skipped_pages = 0
         """Copies not made for lack of host room."""
         self.copied_pages = 0
+        self.full = False
+        """A write-back found no host room: the next eviction goes ahead without a copy."""
         self._index = index
         self._groups = groups
         self._copy_pages = copy_pages
@@ -161,19 +163,18 @@ class HostTier:
     def _begin(self, lease: Lease, completed_step: int, evicts: bool) -> Copy | None:
         """Begin to copy what a path lacks, as much as one copy may; the rest goes back into its queue."""
         min_hits = 0 if evicts else self._min_hits
-        spans, device = self._index.begin_backup(lease, completed_step, self._copy_pages, min_hits)
+        most = min(self._copy_pages, self.room_pages)
+        spans, device = self._index.begin_backup(lease, completed_step, most, min_hits)
         count = device.shape[1]
-        if not count:
-            self._index.release(lease, -1, touch=False)
-            return None
-        host = self.take(count)
+        host = self.take(count) if count else None
         if host is None:
+            self.full = evicts
             self.skipped_pages += count
             self._index.end_backup(lease, spans, None)
             self._index.release(lease, -1, touch=False)
             return None
         self._transfers += 1
-        if count == self._copy_pages:
+        if count == most:
             again = self._index.lease_again(lease)
             if evicts:
                 self._evicting.appendleft(again)

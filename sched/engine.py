@@ -177,6 +177,11 @@ class Engine:
         return self._device.phase
 
     @property
+    def writing(self) -> bool:
+        """Whether pages are on their way to the host or to storage."""
+        return self._cache.writing
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
         """Steps launched and not collected, the oldest first."""
         return tuple(launched.step for launched in self._in_flight)

@@ -16,6 +16,11 @@ from collections import Counter
 
 from headrace.server.sim.torture import torture
 
+COUNTED = (
+    *("requests", "refused", "steps", "retractions", "cached_tokens", "host_tokens", "storage_tokens"),
+    *("overrun_tokens", "device_restarts", "agent_restarts"),
+)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,14 +37,8 @@ def main() -> int:
             traceback.print_exc()
             print(f"\nreplay: {sys.argv[0]} --seed {seed} --requests {options.requests}")
             return 1
-        totals.update(
-            {f"ended by {reason}": count for reason, count in report.ends.items()}
-            | {name: getattr(report, name) for name in ("requests", "refused", "steps", "retractions")}
-            | {
-                name: getattr(report, name)
-                for name in ("cached_tokens", "host_tokens", "overrun_tokens", "device_restarts")
-            }
-        )
+        totals.update({f"ended by {reason}": count for reason, count in report.ends.items()})
+        totals.update({name: getattr(report, name) for name in COUNTED})
     cpu_s = time.process_time() - began
     for name, count in totals.items():
         print(f"{name:20} {count:>10}")

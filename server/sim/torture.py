@@ -12,7 +12,9 @@ import random
 
 import msgspec
 
+from headrace.kvcache.prefetch import PrefetchOptions, PrefetchPolicy
 from headrace.sched.messages import NeverFits, Overloaded
+from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.virtual_loop import run
 from headrace.server.sim.world import VOCAB, Watched, World, WorldShape
 
@@ -28,6 +30,8 @@ class Report(msgspec.Struct, frozen=True):
     retractions: int
     cached_tokens: int
     host_tokens: int
+    storage_tokens: int
+    agent_restarts: int
     overrun_tokens: int
     device_restarts: int
     digest: str
@@ -44,6 +48,9 @@ def random_shape(rng: random.Random) -> WorldShape:
     context_tokens = page_tokens * rng.randint(6, 24)
     slots = rng.randint(1, 8)
     least = context_tokens // page_tokens
+    host_pages = rng.choice((0, 3, least, 4 * least, 40 * least))
+    policies: tuple[PrefetchPolicy, ...] = ("best_effort", "wait_complete", "timeout", "adaptive")
+    policy = rng.choice(policies)
     return WorldShape(
         slots=slots,
         pages=rng.choice((rng.randint(least // 2 + 1, least), rng.randint(least, 2 * least), least * slots)),
@@ -56,7 +63,11 @@ def random_shape(rng: random.Random) -> WorldShape:
         max_queued_requests=rng.choice((8, 64, 1024)),
         max_queued_tokens=rng.choice((20 * context_tokens, 1 << 16)),
         conservativeness=rng.choice((0.0, 0.3, 1.0)),
-        host_pages=rng.choice((0, 3, least, 4 * least, 40 * least)),
+        host_pages=host_pages,
+        storage_pages=rng.choice((0, 4, 10 * least, 200 * least)) if host_pages else 0,
+        storage=StorageTimes(rng.choice((20, 500)), rng.choice((1, 100, 2000)), rng.randint(1, 4)),
+        prefetch=PrefetchOptions(policy, rng.choice((1, 16)), timeout_base_ms=5.0, piece_bytes=rng.choice((1, 256))),
+        token_us=rng.choice((0.0, 50.0)),
         write_policy=rng.choice(("write_through", "write_through_selective", "write_back")),
         step_timeout_s=2.0,
     )
@@ -88,6 +99,8 @@ async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
             retractions=status.retractions,
             cached_tokens=status.cached_tokens,
             host_tokens=sum(w.started.cached_host_tokens for w in world.requests.values() if w.started),
+            storage_tokens=sum(w.started.cached_storage_tokens for w in world.requests.values() if w.started),
+            agent_restarts=max(0, world.agents - 1),
             overrun_tokens=status.overrun_tokens,
             device_restarts=status.device_restarts,
             digest=world.trace.digest(),
@@ -132,10 +145,9 @@ class _Schedule:
         if rng.random() < 0.01:
             world.engine.flush_cache()
         if rng.random() < faults:
-            if rng.random() < 0.7:
-                world.kill_device()
-            else:
-                world.hang_device(rng.choice((0.5, 5.0)))
+            rng.choice((world.kill_device, world.kill_device, world.kill_agent))()
+        if rng.random() < faults / 2:
+            rng.choice((world.hang_device, world.hang_agent))(rng.choice((0.01, 0.5, 5.0)))
 
     def _prompt(self) -> tuple[list[int], int]:
         """A prompt and its number of outputs: an own one, a shared prefix, or an earlier request with its answer."""

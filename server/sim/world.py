@@ -22,12 +22,26 @@ import numpy as np
 
 from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.layout import KvLayout, LayerGroup
+from headrace.kvcache.prefetch import PrefetchOptions
+from headrace.kvcache.storage.client import StorageLimits
+from headrace.kvcache.storage.memory import MemoryStore
+from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.transport import Transport
-from headrace.ops.wire import BatchRing, Forward, GroupShape, RingGeometry, Start, command_decoder, encoder
+from headrace.ops.wire import (
+    BatchRing,
+    Forward,
+    GroupShape,
+    RingGeometry,
+    Start,
+    StepCost,
+    command_decoder,
+    encoder,
+)
 from headrace.sched.batch import max_batch_bytes
 from headrace.sched.engine import Engine, EngineOptions
 from headrace.sched.executors.oracle import OracleDevice, expected, prompt_logprob_at
 from headrace.sched.messages import Finished, PromptLogprobs, SamplingParams, Started, StepDeltas, Submit
+from headrace.server.sim.storage import SimAgent, StorageTimes
 from headrace.server.sim.trace import Trace
 from headrace.server.sim.transport import Faults, SimLink, SimServer
 from headrace.server.sim.virtual_loop import running_loop
@@ -55,6 +69,12 @@ class WorldShape(msgspec.Struct, frozen=True):
     conservativeness: float = 1.0
     host_pages: int = 0
     write_policy: WritePolicy = "write_through"
+    storage_pages: int = 0
+    """Capacity of the storage tier, 0 for none; it needs host pages."""
+    storage: StorageTimes = StorageTimes()
+    prefetch: PrefetchOptions = PrefetchOptions()
+    token_us: float = 0.0
+    """Of one prefill token, beyond `forward_us`; the engine is told so in its warm-up."""
     step_timeout_s: float = 5.0
 
 
@@ -89,12 +109,15 @@ class _SimConnection:
 
     def __init__(self, world: World, faults: Faults) -> None:
         shape, rng, loop = world.shape, world.rng, running_loop()
-        delay = lambda rng: rng.randrange(1000 * shape.delay_us + 1)  # noqa: E731
-        self._link = SimLink(rng, loop, delay, far=faults, trace=world.trace, name=f"device{world.lives}")
+        self._link = SimLink(rng, loop, world._delay_ns, far=faults, trace=world.trace, name=f"device{world.lives}")
         self.ring = BatchRing(bytearray(world.geometry.size_bytes), world.geometry)
         self.server = SimServer(loop, self._link.far, self._cost_ns)
         reply = lambda reply: self.server.reply(encoder.encode(reply))  # noqa: E731
-        device = OracleDevice(self.ring, reply, VOCAB, host_pool=world.host_pool)
+        costs = [
+            StepCost(1, 0, 0, shape.forward_us / 1e3),
+            StepCost(0, 100, 0, (shape.forward_us + 100 * shape.token_us) / 1e3),
+        ]
+        device = OracleDevice(self.ring, reply, VOCAB, costs if shape.token_us else (), world.host_pool)
         self.server.serve(lambda message: device.handle(command_decoder.decode(message)))
         self._world = world
 
@@ -117,9 +140,11 @@ class _SimConnection:
         match command_decoder.decode(message):
             case Start():
                 return shape.start_ms * 1_000_000
-            case Forward():
+            case Forward() as forward:
                 self._world.deepest = max(self._world.deepest, len(self._world.engine.in_flight))
-                return int(shape.forward_us * 1000 * (0.5 + self._world.rng.random()))
+                prefill = self.ring.read(forward.ring_slot).counts.tokens if shape.token_us else 0
+                cost_us = shape.forward_us + prefill * shape.token_us
+                return int(cost_us * 1000 * (0.5 + self._world.rng.random()))
             case _:
                 return 20_000
 
@@ -145,6 +170,9 @@ class World:
         chunk = max(shape.prefill_tokens, shape.page_tokens)
         batch_bytes = max_batch_bytes(shape.slots, shape.context_tokens, chunk, shape.page_tokens, 1)
         self.geometry = RingGeometry(3, batch_bytes, shape.slots, chunk, VOCAB)
+        self.agents = 0
+        self.agent: SimAgent | None = None
+        self.store = MemoryStore(shape.storage_pages * 8192)
         self.host_pool = bytearray(shape.host_pages * self.layout.host_slot_bytes(0)) if shape.host_pages else None
         start = Start(
             model_path="",
@@ -171,10 +199,13 @@ class World:
             max_queued_tokens=shape.max_queued_tokens,
             conservativeness=shape.conservativeness,
             host_pages=shape.host_pages,
+            storage=self._open_store() if shape.storage_pages else None,
+            storage_limits=StorageLimits(lookup_s=0.05, limbo_s=1.0, breaker_s=1.0),
+            prefetch=shape.prefetch,
             write_policy=shape.write_policy,
             step_timeout_s=shape.step_timeout_s,
         )
-        self.engine = Engine(self.options, self._connect, self._sink)
+        self.engine = Engine(self.options, self._connect, self._sink, self._connect_storage)
 
     async def __aenter__(self) -> World:
         self._engine_task = running_loop().create_task(self.engine.run(), name="engine")
@@ -211,6 +242,18 @@ class World:
             self.trace.record("hang", duration_s)
             self.connection.hang(round(duration_s * 1e9))
 
+    def kill_agent(self) -> None:
+        """The storage agent's process dies."""
+        if self.agent is not None:
+            self.trace.record("kill agent")
+            self.agent.kill()
+
+    def hang_agent(self, duration_s: float) -> None:
+        """The storage agent answers nothing for a while."""
+        if self.agent is not None:
+            self.trace.record("hang agent", duration_s)
+            self.agent.hang(round(duration_s * 1e9))
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, looking after every step and every change of the device."""
         while not condition():
@@ -220,13 +263,15 @@ class World:
     async def finish(self) -> None:
         """Wait for every request's end; judge them; check that nothing is held any more."""
         for watched in self.requests.values():
-            await watched.ended.wait()
+            async with asyncio.timeout(3600):
+                await watched.ended.wait()
             self.judge(watched)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(3.0)
         self.engine.check_integrity()
         status = self.engine.status()
         assert (status.running, status.waiting) == (0, 0)
         assert status.pages_free + status.pages_cached == status.pages_total, "pages are still held or fenced"
+        assert not self.engine.writing, "pages are still on their way down"
         assert status.integrity_alarms == 0
 
     def judge(self, watched: Watched) -> None:
@@ -248,6 +293,29 @@ class World:
             part.start + i: float(value) for part in watched.prompt_logprobs for i, value in enumerate(part.logprobs)
         }
         assert got == {position: prompt_logprob_at(prompt, position) for position in range(1, len(prompt))}
+
+    def _open_store(self) -> OpenStore:
+        slot_bytes = self.layout.host_slot_bytes(0)
+        return OpenStore(
+            backend="memory",
+            capacity_bytes=self.shape.storage_pages * 8192,
+            page_tokens=self.shape.page_tokens,
+            slot_bytes=[slot_bytes],
+            host_offsets=[0],
+            host_pages=[self.shape.host_pages],
+            model=bytes(16),
+        )
+
+    async def _connect_storage(self) -> SimAgent:
+        self.agents += 1
+        await asyncio.sleep(0.01)
+        assert self.host_pool is not None
+        link = SimLink(self.rng, running_loop(), self._delay_ns, trace=self.trace, name=f"agent{self.agents}")
+        self.agent = SimAgent(link, self.store, self.host_pool, self.shape.storage)
+        return self.agent
+
+    def _delay_ns(self, rng: random.Random) -> int:
+        return rng.randrange(1000 * self.shape.delay_us + 1)
 
     async def _connect(self) -> _SimConnection:
         self.lives += 1
