@@ -48,7 +48,7 @@ def random_shape(rng: random.Random) -> WorldShape:
     context_tokens = page_tokens * rng.randint(6, 24)
     slots = rng.randint(1, 8)
     least = context_tokens // page_tokens
-    host_pages = rng.choice((0, 3, least, 4 * least, 40 * least))
+    host_pages = rng.choice((0, 3, least, least, 2 * least, 10 * least))
     policies: tuple[PrefetchPolicy, ...] = ("best_effort", "wait_complete", "timeout", "adaptive")
     policy = rng.choice(policies)
     return WorldShape(
@@ -142,7 +142,7 @@ class _Schedule:
     def disturb(self, faults: float) -> None:
         """Perhaps a flush or a fault of the device."""
         rng, world = self._rng, self._world
-        if rng.random() < 0.01:
+        if rng.random() < 0.06:
             world.engine.flush_cache()
         if rng.random() < faults:
             rng.choice((world.kill_device, world.kill_device, world.kill_agent))()
