@@ -413,7 +413,11 @@ class Engine:
         self.sink(collected.deltas)
 
     def _budget(self, decode_rows: int, context_tokens: int) -> int:
-        tokens = self._options.prefill_tokens or self._costs.prefill_tokens(decode_rows, context_tokens, TARGET_STEP_MS)
+        """Prefill tokens beside these decode rows: never none, so that prompts go on however long a decode step is."""
+        tokens = self._options.prefill_tokens
+        if not tokens:
+            measured = self._costs.prefill_tokens(decode_rows, context_tokens, TARGET_STEP_MS)
+            tokens = max(measured, self._options.layout.page_tokens)
         return min(tokens, self._options.max_chunk_tokens)
 
     # ------------------------------------------------------------------------------------------------------------

@@ -105,8 +105,6 @@ class Scheduler:
         batch = self._decode(stuck)
         context = int(self.table.computed[self.prefilling[0].slot]) if self.prefilling else 0
         left = budget(len(batch.decode), context)
-        if not len(batch.decode):
-            left = max(left, self._page_tokens)
         for request in self.prefilling:
             if left > 0:
                 left -= self._add_chunk(batch, request, left)

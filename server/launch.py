@@ -149,7 +149,7 @@ def _api_settings(settings: Settings, plan: MemoryPlan) -> ApiSettings:
     return ApiSettings(
         model_name=settings.model_name,
         host=settings.host,
-        max_running_requests=settings.max_running_requests,
+        max_running_requests=plan.max_running_requests,
         api_keys=(settings.api_key,) if settings.api_key else (),
         admin_api_key=settings.admin_api_key,
         request_timeout_s=settings.request_timeout_s,

@@ -1,0 +1,157 @@
+"""What the handlers of all endpoints share.
+
+in     settings, an engine, the text side (later: the port answers before the model is read)
+out    the checks that endpoints have in common
+state  references
+owner  the lifecycle builds it and sets `text`
+ready  for probes at once, for requests when `readiness` says so
+end    with the server
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from headrace.server.access import Keys
+from headrace.server.body import decode, read_body
+from headrace.server.emit import Emitter
+from headrace.server.engine_api import EngineApi
+from headrace.server.errors import bad_request, context_length_exceeded, model_not_found
+from headrace.server.generation import MAX_PENDING_BYTES, Running, Terms
+from headrace.server.in_flight import InFlight
+from headrace.server.metrics import Metrics
+from headrace.server.openai_requests import GenerationFields
+from headrace.server.readiness import Readiness
+from headrace.server.sampling import Vocabulary
+from headrace.server.text import TextService
+
+DEFAULT_MODEL_NAME: Final = "default"
+
+T = TypeVar("T")
+
+
+class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the HTTP side has to know of the server's settings."""
+
+    model_name: str
+    host: str
+    max_running_requests: int
+    api_keys: tuple[str, ...] = ()
+    admin_api_key: str | None = None
+    request_timeout_s: float = 0.0
+    """0 is none."""
+    max_body_bytes: int = 16 << 20
+    """Decoding JSON takes 1 ms per MB, on the loop."""
+    stall_s: float = 60.0
+    """How long a client may leave a full socket unread."""
+    max_pending_bytes: int = MAX_PENDING_BYTES
+    storage_backend: str | None = None
+    created_unix_s: int = 0
+    public: dict[str, object] = {}
+    """For `/server_info`: no secrets."""
+
+
+class Api:
+    """The server behind its endpoints."""
+
+    def __init__(self, settings: ApiSettings, engine: EngineApi) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.metrics = Metrics(engine.status)
+        self.emitter = Emitter(engine, self.metrics)
+        engine.sink = self.emitter.sink
+        self.running = Running(engine, self.emitter)
+        self.readiness = Readiness(engine.status)
+        self.in_flight = InFlight(self.metrics.in_flight)
+        self.keys = Keys(settings.api_keys, settings.admin_api_key)
+        self.chat_template: str | None = None
+        """Its source, for clients that render by themselves."""
+        self._text: TextService | None = None
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> TextService:
+        assert self._text is not None, "asked for after `readiness` let the request pass"
+        return self._text
+
+    def set_text(self, text: TextService, chat_template: str | None) -> None:
+        """The text side has been loaded."""
+        self._text, self.chat_template = text, chat_template
+        self.readiness.text_loaded = True
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        tokenizer = self.text.tokenizer
+        return Vocabulary(tokenizer.vocab_size, tuple(tokenizer.stop_ids))
+
+    @property
+    def context_tokens(self) -> int:
+        return self.engine.status().max_context_tokens
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Checks
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ApiError 404; a request that names no model means the one that is here."""
+        if model not in (None, "", DEFAULT_MODEL_NAME, self.settings.model_name):
+            raise model_not_found(model[:200], self.settings.model_name)
+
+    def check_n(self, n: int | None) -> int:
+        """Raises ApiError 400: choices of a request run side by side."""
+        n = 1 if n is None else n
+        if n > self.settings.max_running_requests:
+            raise bad_request(
+                f"`n` is {n}, but this server runs {self.settings.max_running_requests} requests at a time "
+                "(--max-running-requests).",
+                "n",
+                "invalid_value",
+            )
+        return n
+
+    def max_tokens(
+        self, prompt_tokens: int, asked: int | None, default: int | None, prompt_param: str, asked_param: str
+    ) -> int:
+        """Outputs that a prompt may have: what was asked, or the default (None: all that fits) cut to what fits.
+
+        Raises ApiError 400 for an empty prompt, and for one that does not fit with what was asked.
+        """
+        limit = self.context_tokens
+        if prompt_tokens == 0:
+            message = f"`{prompt_param}` is empty: there must be at least one token."
+            raise bad_request(message, prompt_param, "empty_prompt")
+        if prompt_tokens >= limit:
+            raise context_length_exceeded(prompt_tokens, 1 if asked is None else asked, limit, prompt_param)
+        if asked is None:
+            room = limit - prompt_tokens
+            return room if default is None else min(default, room)
+        if prompt_tokens + asked > limit:
+            raise context_length_exceeded(prompt_tokens, asked, limit, asked_param)
+        return asked
+
+    def terms(self, fields: GenerationFields, request: web.Request) -> Terms:
+        own_s, asked_s = self.settings.request_timeout_s, fields.timeout_s
+        limits = [limit_s for limit_s in (own_s, asked_s) if limit_s]
+        salts = [salt for salt in (self.keys.salt(request), fields.cache_salt) if salt]
+        return Terms(
+            cache_salt=":".join(salts),
+            priority=fields.priority or 0,
+            return_cached_details=bool(fields.return_cached_tokens_details),
+            deadline_ms=min(limits) * 1000 if limits else 0.0,
+        )
+
+    async def body(self, request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
+        """A request's body, decoded. Raises ApiError."""
+        grow = partial(self.in_flight.grow, request)
+        return decode(await read_body(request, self.settings.max_body_bytes, grow), decoder)
+
+
+API: Final = web.AppKey("api", Api)
+
+
+def api_of(request: web.Request) -> Api:
+    return request.app[API]

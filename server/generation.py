@@ -1,0 +1,169 @@
+"""What runs for one HTTP request: its choices in the engine and their streams; and the register of all that run.
+
+in     prompts and sampling parameters; a client's abort by id
+out    a `StreamGroup` to read; aborts to the engine for whatever has not ended when the handler leaves
+state  ids of running requests; the engine handles of each
+owner  the handler of the request, through `Running.claim`; everything changes in plain functions, so that nobody can
+       leave between a submission and its registration
+ready  after `submit`
+end    leaving `claim` (answered, failed, cancelled: in whichever stage) aborts and forgets every choice
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+
+from headrace.ops.wire import I32
+from headrace.sched.device import EngineFailed
+from headrace.sched.messages import NeverFits, Overloaded, SamplingParams, Submit
+from headrace.server.emit import Emitter
+from headrace.server.engine_api import EngineApi
+from headrace.server.errors import aborted, bad_request, duplicate_request, not_ready, overloaded
+from headrace.server.output_text import OutputOptions
+from headrace.server.sampling import choice_seed
+from headrace.server.streams import StreamGroup
+from headrace.server.tokenizer import Tokenizer
+
+MAX_PENDING_BYTES: Final = 1 << 20
+"""Of one choice's unread output. A text token takes some 16: a reader is cut 60,000 tokens behind."""
+
+
+class PromptJob(msgspec.Struct, frozen=True):
+    """One prompt, to be continued `n` times."""
+
+    ids: I32
+    sampling: SamplingParams
+    n: int
+    options: OutputOptions
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What a request says about itself as a whole."""
+
+    cache_salt: str = ""
+    priority: int = 0
+    return_cached_details: bool = False
+    deadline_ms: float = 0.0
+
+
+class Generation:
+    """One HTTP request's choices. Choice i of prompt p has the index p · n + i."""
+
+    def __init__(self, running: Running, request_id: str, arrived_s: float) -> None:
+        self.request_id = request_id
+        self.arrived_s = arrived_s
+        self._running = running
+        self._handles: list[int] = []
+        self._aborted: str | None = None
+
+    def submit(
+        self,
+        jobs: Sequence[PromptJob],
+        tokenizer: Tokenizer,
+        terms: Terms,
+        *,
+        eager: bool,
+        keep_ids: bool = False,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+    ) -> StreamGroup:
+        """Queue every choice, or none. Raises ApiError 503 (overloaded), 400 (can never fit), 499 (aborted before)."""
+        assert not self._handles, "submitted once"
+        if self._aborted is not None:
+            raise aborted(self._aborted)
+        group = StreamGroup(
+            sum(job.n for job in jobs), eager=eager, max_pending_bytes=max_pending_bytes, keep_ids=keep_ids
+        )
+        choices = [(job, choice) for job in jobs for choice in range(job.n)]
+        try:
+            for stream, (job, choice) in zip(group.streams, choices):
+                handle = self._running.next_handle()
+                self._handles.append(handle)
+                self._running.emitter.open(handle, stream, tokenizer, job.options, self.arrived_s)
+                self._running.engine.submit(_message(handle, job, choice, terms))
+        except Overloaded as error:
+            raise overloaded(str(error), error.retry_after_s) from None
+        except EngineFailed as error:
+            raise not_ready(f"The engine has failed: {error}", "server_failed", 10) from None
+        except NeverFits as error:
+            raise bad_request(str(error), code="context_length_exceeded") from None
+        return group
+
+    def abort(self, message: str) -> None:
+        """End every choice that runs, or will: their streams end with the message."""
+        self._aborted = message
+        for handle in self._handles:
+            self._running.engine.abort(handle)
+            self._running.emitter.fail(handle, "abort", message)
+
+    def leave(self) -> None:
+        """Nobody reads any more."""
+        for handle in self._handles:
+            if self._running.emitter.is_open(handle):
+                self._running.emitter.forget(handle)
+                self._running.engine.abort(handle)
+
+
+class Running:
+    """The requests that are being answered, by id."""
+
+    def __init__(self, engine: EngineApi, emitter: Emitter) -> None:
+        self.engine = engine
+        self.emitter = emitter
+        self._generations: dict[str, Generation] = {}
+        self._last_handle = 0
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    def next_handle(self) -> int:
+        self._last_handle += 1
+        return self._last_handle
+
+    @contextmanager
+    def claim(self, given_id: str | None, prefix: str) -> Iterator[Generation]:
+        """Register a request under the client's id or a fresh one. Raises ApiError 409 if the id is taken."""
+        request_id = given_id or prefix + secrets.token_hex(16)
+        if request_id in self._generations:
+            raise duplicate_request(request_id)
+        generation = self._generations[request_id] = Generation(self, request_id, self.emitter.now())
+        try:
+            yield generation
+        finally:
+            del self._generations[request_id]
+            generation.leave()
+
+    def abort(self, request_id: str, message: str) -> bool:
+        """Abort a request by its id; False, and nothing done, if none runs under it."""
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return False
+        generation.abort(message)
+        return True
+
+    def abort_all(self, message: str) -> int:
+        """Abort every request; how many there were."""
+        for generation in self._generations.values():
+            generation.abort(message)
+        return len(self._generations)
+
+
+def _message(handle: int, job: PromptJob, choice: int, terms: Terms) -> Submit:
+    sampling = job.sampling
+    if choice > 0:
+        # The prompt's logprobs are the same for every choice: one computes them.
+        seed = choice_seed(sampling.seed, choice)
+        sampling = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=-1)
+    return Submit(
+        request=handle,
+        prompt_ids=job.ids,
+        sampling=sampling,
+        cache_salt=terms.cache_salt,
+        priority=terms.priority,
+        return_cached_details=terms.return_cached_details,
+        deadline_ms=terms.deadline_ms,
+    )

@@ -1,0 +1,138 @@
+"""`/metrics`: what requests waited for, seen from HTTP, and the engine's counters as they stand at the scrape.
+
+in     observations of emit and of the HTTP layer; the engine's status when scraped
+out    Prometheus text, format 0.0.4
+state  an own registry: histograms and counters; nothing of the engine's is copied between scrapes
+owner  emit and the middleware add, on the loop
+ready  at once
+end    with the process; counters start anew with it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headrace.sched.messages import EngineStatus
+
+# OpenMetrics would spell the names' colon as an underscore: a dashboard would see other names than a person with curl.
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 60, 120)
+_BETWEEN_TOKENS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 5)
+_WHOLE_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
+
+_COUNTERS: Final = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that began to run."),
+    ("cached_prompt_tokens", "cached_tokens", "Prompt tokens whose KV was reused."),
+    ("computed_prompt_tokens", "computed_tokens", "Prompt tokens run through the model, recomputation included."),
+    ("generation_tokens", "output_tokens", "Tokens given to requests."),
+    ("overrun_tokens", "overrun_tokens", "Tokens computed past a request's end and dropped."),
+    ("steps", "steps", "Steps of the engine."),
+    ("step_failures", "step_failures", "Steps that failed on the device."),
+    ("retractions", "retractions", "Requests taken out of the batch to make room."),
+    ("device_restarts", "device_restarts", "Restarts of the device worker."),
+    ("integrity_alarms", "integrity_alarms", "Checks of the cache that found a fault."),
+)
+_GAUGES: Final = (
+    ("num_requests_running", "running", "Requests in the running batch."),
+    ("num_requests_waiting", "waiting", "Requests that wait to run."),
+    ("waiting_tokens", "waiting_tokens", "Prompt tokens of waiting requests."),
+    ("kv_pages", "pages_total", "Pages of the device's KV pool."),
+    ("kv_pages_free", "pages_free", "Pages that nobody holds."),
+    ("kv_pages_cached", "pages_cached", "Pages that only the prefix index holds."),
+)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's status when somebody scrapes."""
+
+    def __init__(self, status: Callable[[], EngineStatus]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        for name, field, text in _COUNTERS:
+            yield CounterMetricFamily(f"headrace:{name}", text, value=getattr(status, field))
+        for name, field, text in _GAUGES:
+            yield GaugeMetricFamily(f"headrace:{name}", text, value=getattr(status, field))
+        pages = max(status.pages_total, 1)
+        used = status.pages_total - status.pages_free - status.pages_cached
+        yield GaugeMetricFamily("headrace:kv_usage_ratio", "Share of pages that requests hold.", value=used / pages)
+        age_s = status.last_step_age_ms / 1000
+        yield GaugeMetricFamily("headrace:last_step_age_seconds", "Since the device last did something.", value=age_s)
+        yield GaugeMetricFamily("headrace:ready", "1 while requests are served.", value=float(status.phase == "ready"))
+
+    def describe(self) -> Iterator[Metric]:
+        # Without this the registry would collect once to learn the names, before the engine has a status.
+        return iter(())
+
+
+class Metrics:
+    """The server's own observations, and the registry that is scraped."""
+
+    def __init__(self, status: Callable[[], EngineStatus]) -> None:
+        registry = CollectorRegistry()
+        registry.register(_EngineCollector(status))
+        self._registry = registry
+        self._first_token = Histogram(
+            "headrace:time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            registry=registry,
+            buckets=_FIRST_TOKEN_S,
+        )
+        self._between_tokens = Histogram(
+            "headrace:inter_token_latency_seconds",
+            "Between a choice's tokens.",
+            registry=registry,
+            buckets=_BETWEEN_TOKENS_S,
+        )
+        self._whole = Histogram(
+            "headrace:e2e_request_latency_seconds",
+            "From a request's arrival to a choice's end.",
+            registry=registry,
+            buckets=_WHOLE_S,
+        )
+        self._queue = Histogram(
+            "headrace:request_queue_time_seconds",
+            "From submission to the launch of the first chunk.",
+            registry=registry,
+            buckets=_FIRST_TOKEN_S,
+        )
+        self._finished = Counter(
+            "headrace:request_finished", "Choices that ended, by reason.", ["finished_reason"], registry=registry
+        )
+        self._http = Counter(
+            "headrace:http_requests", "HTTP answers, by endpoint and status.", ["endpoint", "status"], registry=registry
+        )
+        self._slow_readers = Counter(
+            "headrace:slow_reader_aborts", "Streams ended because their client did not read.", registry=registry
+        )
+        self.in_flight = Gauge("headrace:http_requests_in_flight", "HTTP requests being answered.", registry=registry)
+
+    def first_token(self, waited_s: float) -> None:
+        self._first_token.observe(waited_s)
+
+    def next_tokens(self, gap_s: float) -> None:
+        self._between_tokens.observe(gap_s)
+
+    def queued(self, waited_s: float) -> None:
+        self._queue.observe(waited_s)
+
+    def finished(self, reason: str, lasted_s: float) -> None:
+        self._finished.labels(reason).inc()
+        self._whole.observe(lasted_s)
+
+    def answered(self, endpoint: str, status: int) -> None:
+        """`endpoint` is a route of the table, never a path that a client made up: labels stay few."""
+        self._http.labels(endpoint, str(status)).inc()
+
+    def slow_reader(self) -> None:
+        self._slow_readers.inc()
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)

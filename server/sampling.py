@@ -1,0 +1,82 @@
+"""From what a client says about sampling to `SamplingParams`, with the checks that need the model."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from headrace.sched.messages import SamplingParams
+from headrace.server.errors import bad_request
+from headrace.server.openai_requests import SamplingFields
+
+_MASK_64: Final = (1 << 64) - 1
+_MASK_63: Final = (1 << 63) - 1
+
+
+class Vocabulary(NamedTuple):
+    """What of the model's text side sampling needs."""
+
+    size: int
+    stop_ids: tuple[int, ...]
+    """Ids that end a text by themselves."""
+
+
+def sampling_params(
+    fields: SamplingFields,
+    vocabulary: Vocabulary,
+    *,
+    max_tokens: int,
+    min_tokens: int,
+    seed: int | None,
+    logprobs: int = -1,
+    prompt_logprobs: int = -1,
+) -> SamplingParams:
+    """OpenAI's defaults where nothing is said. Raises ApiError 400 for ids outside the vocabulary."""
+    own_stops = fields.stop_token_ids or []
+    check_ids(own_stops, vocabulary.size, "stop_token_ids")
+    biases = fields.logit_bias or {}
+    check_ids(biases, vocabulary.size, "logit_bias")
+    model_stops = () if fields.ignore_eos else vocabulary.stop_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_said(fields.temperature, 1.0),
+        # More than the whole vocabulary is the whole vocabulary.
+        top_k=min(max(fields.top_k or 0, 0), vocabulary.size),
+        top_p=_said(fields.top_p, 1.0),
+        min_p=_said(fields.min_p, 0.0),
+        seed=secrets.randbits(63) if seed is None else seed & _MASK_63,
+        repetition_penalty=_said(fields.repetition_penalty, 1.0),
+        frequency_penalty=_said(fields.frequency_penalty, 0.0),
+        presence_penalty=_said(fields.presence_penalty, 0.0),
+        logit_bias=tuple(biases.items()),
+        min_tokens=min_tokens,
+        stop_ids=tuple(dict.fromkeys((*model_stops, *own_stops))),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice i of n: the request's own for the first, a mix (SplitMix64) of it and i for the others."""
+    if choice == 0:
+        return seed
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & _MASK_64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK_64
+    return (mixed ^ mixed >> 31) & _MASK_63
+
+
+def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
+    """Raises ApiError 400 for an id that the model doesn't have."""
+    for id in ids:
+        if not 0 <= id < vocab_size:
+            raise bad_request(
+                f"`{param}` holds the token id {id}, but the model's ids go from 0 to {vocab_size - 1}.",
+                param,
+                "invalid_token_id",
+            )
+
+
+def _said(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,21 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.server.models import DEFAULT_MODEL, cache_folder, resolve
+
+
+@pytest.fixture(scope="session")
+def model_file() -> Path:
+    """The default model: `HEADRACE_TEST_MODEL`, or the cached one. A test that needs it fails where it is missing."""
+    named = os.environ.get("HEADRACE_TEST_MODEL")
+    if named is None:
+        return resolve(DEFAULT_MODEL, cache_folder(os.environ))
+    path = Path(named)
+    assert path.is_file(), f"HEADRACE_TEST_MODEL names {named}, which is no file"
+    return path
