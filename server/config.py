@@ -44,6 +44,10 @@ def _seconds(low: float, high: float, also: str = "") -> Rule:
     return Rule(float, allowed, lambda value: type(value) in (int, float) and low <= value <= high)
 
 
+def _number(low: float, high: float, what: str) -> Rule:
+    return Rule(float, f"{what} from {low:g} to {high:g}", lambda value: type(value) is float and low <= value <= high)
+
+
 def _one_of(literal: object) -> Rule:
     names = get_args(literal)
     allowed = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
@@ -60,6 +64,10 @@ Device: TypeAlias = Literal["auto", "cpu"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Quantization: TypeAlias = Literal["none"]
 SchedulePolicy: TypeAlias = Literal["fcfs"]
+
+WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
+StorageBackend: TypeAlias = Literal["disk", "memory", "none"]
 
 _SWITCH: Final = Rule(bool, "no value: it is a switch", lambda value: type(value) is bool)
 _KEY: Final = _text("8 to 512 printable ASCII characters without spaces", r"[!-~]{8,512}")
@@ -89,6 +97,20 @@ RULES: Final[Mapping[str, Rule]] = {
         "a power of two from 1 to 256",
         lambda value: type(value) is int and 1 <= value <= 256 and value & (value - 1) == 0,
     ),
+    "enable_hierarchical_cache": _SWITCH,
+    "hicache_ratio": Rule(
+        float, "a factor from 0.1 to 1000", lambda value: type(value) is float and 0.1 <= value <= 1000
+    ),
+    "hicache_size": Rule(
+        float, "GB, from 0.001 to 100000", lambda value: type(value) is float and 1e-3 <= value <= 1e5
+    ),
+    "hicache_write_policy": _one_of(WritePolicy),
+    "hicache_storage_backend": _one_of(StorageBackend),
+    "hicache_storage_prefetch_policy": _one_of(PrefetchPolicy),
+    "hicache_storage_backend_extra_config": _text("a JSON object, or @FILE with one", r"(?s).+"),
+    "disk_cache_dir": _text("the path of a directory", r".+"),
+    "disk_cache_size": _text("a size such as 500MB, 20GB or 1.5TB", r"[0-9]+(\.[0-9]+)?([kK]|[mM]|[gG]|[tT])[bB]"),
+    "disk_cache_fsync": _SWITCH,
     "max_running_requests": _whole(1, 1024),
     "max_queued_requests": _whole(1, 1_000_000),
     "max_queued_tokens": _whole(1, 1 << 31),
@@ -137,6 +159,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
     page_size: int = 16
+    enable_hierarchical_cache: bool = False
+    hicache_ratio: float | None = None
+    hicache_size: float | None = None
+    hicache_write_policy: WritePolicy = "write_through"
+    hicache_storage_backend: StorageBackend | None = None
+    hicache_storage_prefetch_policy: PrefetchPolicy = "adaptive"
+    hicache_storage_backend_extra_config: str | None = None
+    disk_cache_dir: str | None = None
+    disk_cache_size: str | None = None
+    disk_cache_fsync: bool = False
     max_running_requests: int = 64
     max_queued_requests: int = 512
     max_queued_tokens: int | None = None

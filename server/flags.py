@@ -65,6 +65,31 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
         Flag("page_size", "TOKENS", "Tokens in a page, the unit in which KV is kept and reused."),
         Flag("disable_radix_cache", "", "Keep no KV for later requests with the same beginning."),
     ),
+    "tiers of the KV cache": (
+        Flag("enable_hierarchical_cache", "", "Keep KV that the device lets go of in host memory."),
+        Flag("hicache_ratio", "FACTOR", "Size of the host tier as a multiple of the device's. Default: 2, if it fits."),
+        Flag("hicache_size", "GB", "Size of the host tier; counts before --hicache-ratio. Default: from the ratio."),
+        Flag(
+            "hicache_write_policy",
+            "POLICY",
+            "When KV is copied down: at once, when it is used again, or when the device evicts it.",
+        ),
+        Flag("hicache_storage_backend", "BACKEND", "What stands behind the host tier. Default: disk with its flags."),
+        Flag("hicache_storage_prefetch_policy", "POLICY", "How long a request waits for pages from storage."),
+        Flag(
+            "hicache_storage_backend_extra_config",
+            "JSON",
+            "A JSON object, or @FILE: thresholds, time-outs, threads (docs/cache.md). Default: none.",
+        ),
+        Flag(
+            "disk_cache_dir",
+            "DIR",
+            "Keep KV on disk in this directory, across restarts; prompts can be reconstructed from it. "
+            "Default: no disk tier.",
+        ),
+        Flag("disk_cache_size", "SIZE", "Hard bound of the disk tier, such as 20GB. Default: 20GB."),
+        Flag("disk_cache_fsync", "", "Acknowledge a page only when it would survive a power cut: slower."),
+    ),
     "scheduling": (
         Flag("max_running_requests", "REQUESTS", "Requests that are computed together."),
         Flag("max_queued_requests", "REQUESTS", "Requests that may wait; more are answered 503."),
@@ -132,7 +157,7 @@ def serve_parser(parser: argparse.ArgumentParser) -> None:
 
 def _describe(flag: Flag, default: object) -> str:
     parts = [flag.help]
-    if flag.value in ("DEVICE", "DTYPE", "LEVEL"):
+    if flag.value in ("DEVICE", "DTYPE", "LEVEL", "POLICY", "BACKEND"):
         parts.append(f"One of {RULES[flag.field].allowed}.")
     if default is not None:
         parts.append(f"Default: {default:g}." if isinstance(default, float) else f"Default: {default}.")

@@ -17,6 +17,8 @@ from typing import Final
 import uvloop
 from rich.console import Console
 
+from headrace.kvcache.storage.protocol import MAX_MESSAGE_BYTES
+from headrace.ops.child_link import ChildLink
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import GroupShape, RingGeometry, Start
@@ -28,11 +30,14 @@ from headrace.server.api import Api, ApiSettings
 from headrace.server.config import Settings
 from headrace.server.fingerprint import model_fingerprint
 from headrace.server.hardware import read_hardware
+from headrace.server.host_pool import HostPool
 from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
 from headrace.server.models import NotCached, fetch_model, resolve, shown_progress
-from headrace.server.sizing import MemoryPlan, memory_table, plan_memory
+from headrace.server.sizing import DoesNotFit, MemoryPlan, memory_table, plan_memory
 from headrace.server.text import TextService
+from headrace.server.tiering import TierPlan, plan_tiers
 
+NO_TIERS: Final = TierPlan()
 RING_SLOTS: Final = 3
 """Two steps in flight and one being prepared."""
 
@@ -56,13 +61,14 @@ def serve(settings: Settings) -> int:
         try:
             model = ModelConfig.from_gguf(file)
             plan = plan_memory(model, settings, hardware)
-            Console(stderr=True).print(memory_table(model, plan, hardware))
             fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization)
-            options = engine_options(settings, path, model, plan, fingerprint)
+            tiers = plan_tiers(settings, plan, hardware, fingerprint)
+            Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes))
+            options = engine_options(settings, path, model, plan, fingerprint, tiers)
             template = chat_template(settings, file)
         finally:
             file.close()
-        api_settings = _api_settings(settings, plan)
+        api_settings = _api_settings(settings, plan, tiers)
         return uvloop.run(_serve(sock, settings, path, options, api_settings, template))
 
 
@@ -76,7 +82,12 @@ def model_file(settings: Settings) -> Path:
 
 
 def engine_options(
-    settings: Settings, path: Path, model: ModelConfig, plan: MemoryPlan, fingerprint: bytes
+    settings: Settings,
+    path: Path,
+    model: ModelConfig,
+    plan: MemoryPlan,
+    fingerprint: bytes,
+    tiers: TierPlan = NO_TIERS,
 ) -> EngineOptions:
     """What the engine and the worker are told: the plan, in their words."""
     layout, slots, chunk = plan.layout, plan.max_running_requests, plan.max_chunk_tokens
@@ -94,6 +105,7 @@ def engine_options(
             GroupShape(group.kind, group.window_tokens, list(group.layers), group.kv_heads, group.head_dim)
             for group in layout.groups
         ],
+        host_slot_bytes=tiers.slot_bytes,
     )
     return EngineOptions(
         layout=layout,
@@ -105,6 +117,11 @@ def engine_options(
         warm_up=not settings.skip_server_warmup,
         overlap=not settings.disable_overlap_schedule,
         reuse=not settings.disable_radix_cache,
+        host_pages=tiers.host_pages,
+        write_policy=tiers.write_policy,
+        storage=tiers.storage,
+        storage_limits=tiers.limits,
+        prefetch=tiers.prefetch,
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=plan.max_queued_tokens,
         conservativeness=settings.schedule_conservativeness,
@@ -128,24 +145,37 @@ async def _serve(
     api_settings: ApiSettings,
     template: str | None,
 ) -> int:
+    try:
+        host = HostPool(options.host_pages * options.start.host_slot_bytes) if options.host_pages else None
+    except OSError as error:
+        raise DoesNotFit(f"The host tier's memory can't be had ({error}): give a smaller --hicache-size.") from error
+    descriptor = host.descriptor if host is not None else None
+
     async def connect() -> WorkerProcess:
         try:
-            return WorkerProcess(options.start.ring, options.start.threads)
+            return WorkerProcess(options.start.ring, options.start.threads, descriptor)
         except OSError as error:
             raise DeviceUnavailable(f"the device worker can't be started: {error}") from error
+
+    async def connect_storage() -> ChildLink:
+        assert descriptor is not None
+        arguments = ["--host-pool", str(descriptor)]
+        module, name = "headrace.kvcache.storage.agent", "the storage agent"
+        return ChildLink(module, name, arguments, [descriptor], MAX_MESSAGE_BYTES)
 
     async def load_text() -> LoadedText:
         # The worker's process has been started by now: the two load side by side.
         return LoadedText(TextService.open(path, template if settings.chat_template else None), template)
 
-    api = Api(api_settings, Engine(options, connect, lambda deltas: None))
+    api = Api(api_settings, Engine(options, connect, lambda deltas: None, connect_storage))
     return await run_server(
         sock, api, load_text, drain_timeout_s=settings.drain_timeout_s, tell=lambda line: print(line, flush=True)
     )
 
 
-def _api_settings(settings: Settings, plan: MemoryPlan) -> ApiSettings:
+def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSettings:
     decided = {"dtype": plan.dtype, "cpu_threads": plan.cpu_threads, "max_total_tokens": plan.pool_tokens}
+    decided |= {"host_tier_bytes": tiers.host_bytes}
     return ApiSettings(
         model_name=settings.model_name,
         host=settings.host,
@@ -153,6 +183,7 @@ def _api_settings(settings: Settings, plan: MemoryPlan) -> ApiSettings:
         api_keys=(settings.api_key,) if settings.api_key else (),
         admin_api_key=settings.admin_api_key,
         request_timeout_s=settings.request_timeout_s,
+        storage_backend=tiers.storage.backend if tiers.storage is not None else None,
         created_unix_s=int(time.time()),
         public=settings.public() | decided,
     )

@@ -275,7 +275,7 @@ def _workspace_bytes(model: ModelConfig, rows: int, chunk_tokens: int, context_t
 # What to say
 
 
-def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware) -> Table:
+def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_tier_bytes: int = 0) -> Table:
     """The plan as a table for the terminal."""
     from rich.table import Table  # 60 ms, which `headrace --help` need not pay
 
@@ -286,12 +286,15 @@ def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware) -> Ta
     pool = f"{plan.pool_tokens} tokens in {plan.num_pages[0]} pages of {plan.layout.page_tokens}"
     table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {plan.dtype}")
     table.add_row("KV cache", size_text(plan.pool_bytes), pool)
+    if host_tier_bytes:
+        tokens = host_tier_bytes * plan.pool_tokens // plan.pool_bytes
+        table.add_row("host tier", size_text(host_tier_bytes), f"{tokens} tokens that the device has let go of")
     table.add_row("workspace", size_text(plan.workspace_bytes), f"{plan.max_running_requests} requests at once")
     table.add_row("programs", size_text(plan.runtime_bytes), f"server, and worker with threads: {plan.cpu_threads}")
     context = f"contexts up to {plan.max_context_tokens} tokens"
     if plan.max_context_tokens < model.context_tokens:
         context += f" of the model's {model.context_tokens}"
-    table.add_row("left free", size_text(plan.left_bytes), context)
+    table.add_row("left free", size_text(plan.left_bytes - host_tier_bytes), context)
     return table
 
 

@@ -1,0 +1,155 @@
+"""The lower tiers, decided at the start: how large the host pool is, what stands behind it, and how it is used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from headrace.kvcache.host import WritePolicy
+from headrace.kvcache.prefetch import PrefetchOptions
+from headrace.kvcache.storage.client import StorageLimits
+from headrace.kvcache.storage.protocol import OpenStore
+from headrace.server.config import BadSetting, Settings
+from headrace.server.hardware import Hardware
+from headrace.server.sizing import DoesNotFit, MemoryPlan, size_text
+
+DEFAULT_RATIO: Final = 2.0
+"""Host pages for each device page, where memory allows."""
+DEFAULT_SHARE: Final = 0.5
+"""Of the memory that the plan leaves free, at most, where no size was asked for."""
+DEFAULT_DISK_BYTES: Final = 20 * 10**9
+_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`--hicache-storage-backend-extra-config`: what is seldom set."""
+
+    prefetch_threshold: int = 64
+    """Missing tokens below which storage is not asked (SGLang's name)."""
+    prefetch_timeout_base: float = 1.0
+    """Seconds (SGLang's name)."""
+    prefetch_timeout_per_ki_token: float = 0.25
+    """Seconds (SGLang's name)."""
+    io_threads: int = 4
+    lookup_timeout_s: float = 0.1
+    transfer_timeout_s: float = 10.0
+    breaker_s: float = 10.0
+
+
+class TierPlan(msgspec.Struct, frozen=True):
+    """What stands below the device; all zero and None without tiers."""
+
+    host_pages: int = 0
+    """All layer groups together."""
+    slot_bytes: int = 0
+    """Of a host page."""
+    write_policy: WritePolicy = "write_through"
+    storage: OpenStore | None = None
+    limits: StorageLimits = StorageLimits()
+    prefetch: PrefetchOptions = PrefetchOptions()
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host_pages * self.slot_bytes
+
+
+def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerprint: bytes) -> TierPlan:
+    """Raises BadSetting, DoesNotFit."""
+    backend = storage_backend(settings)
+    if not settings.enable_hierarchical_cache and backend is None:
+        return TierPlan()
+    if settings.disable_radix_cache:
+        raise BadSetting("--disable-radix-cache keeps no KV at all: leave it out, or the flags of the lower tiers.")
+    groups = len(plan.layout.groups)
+    slot_bytes = max(plan.layout.host_slot_bytes(group) for group in range(groups))
+    host_pages = _host_bytes(settings, plan, groups * slot_bytes) // (groups * slot_bytes) * groups
+    if host_pages < groups:
+        raise BadSetting(
+            f"The host tier must hold a page of {size_text(groups * slot_bytes)}: give a larger --hicache-size."
+        )
+    extra = _extra(settings)
+    storage = None
+    if backend is not None:
+        storage = OpenStore(
+            backend=backend,
+            capacity_bytes=size_of(settings.disk_cache_size) if settings.disk_cache_size else DEFAULT_DISK_BYTES,
+            page_tokens=plan.layout.page_tokens,
+            slot_bytes=[slot_bytes] * groups,
+            host_offsets=[0] * groups,
+            host_pages=[host_pages] * groups,
+            model=fingerprint,
+            directory=_directory(settings) if backend == "disk" else "",
+            fsync=settings.disk_cache_fsync,
+            threads=extra.io_threads,
+        )
+    return TierPlan(
+        host_pages=host_pages,
+        slot_bytes=slot_bytes,
+        write_policy=settings.hicache_write_policy,
+        storage=storage,
+        limits=StorageLimits(extra.lookup_timeout_s, extra.transfer_timeout_s, extra.breaker_s),
+        prefetch=PrefetchOptions(
+            policy=settings.hicache_storage_prefetch_policy,
+            threshold_tokens=extra.prefetch_threshold,
+            timeout_base_ms=extra.prefetch_timeout_base * 1e3,
+            timeout_per_ki_token_ms=extra.prefetch_timeout_per_ki_token * 1e3,
+        ),
+    )
+
+
+def storage_backend(settings: Settings) -> Literal["disk", "memory"] | None:
+    """Which storage is used; --disk-cache-dir alone turns the disk on."""
+    if settings.hicache_storage_backend == "none":
+        return None
+    if settings.hicache_storage_backend is not None:
+        return settings.hicache_storage_backend
+    return "disk" if settings.disk_cache_dir is not None else None
+
+
+def size_of(text: str) -> int:
+    """Bytes of a size such as 20GB; the settings have checked its form."""
+    return int(float(text[:-2]) * _UNITS[text[-2:].upper()])
+
+
+def _directory(settings: Settings) -> str:
+    if settings.disk_cache_dir is not None:
+        return os.path.abspath(Path(settings.disk_cache_dir).expanduser())
+    return str(settings.cache / "kv")
+
+
+def _host_bytes(settings: Settings, plan: MemoryPlan, row_bytes: int) -> int:
+    """Size of the host pool: as asked, else what the ratio gives and memory allows."""
+    left_bytes = max(plan.left_bytes, 0)
+    if settings.hicache_size is not None:
+        asked_bytes = int(settings.hicache_size * 10**9)
+        flag = f"--hicache-size {settings.hicache_size:g}"
+    elif settings.hicache_ratio is not None:
+        asked_bytes = int(settings.hicache_ratio * plan.pool_bytes)
+        flag = f"--hicache-ratio {settings.hicache_ratio:g}"
+    else:
+        return max(min(int(DEFAULT_RATIO * plan.pool_bytes), int(DEFAULT_SHARE * left_bytes)), row_bytes)
+    if asked_bytes > left_bytes:
+        raise DoesNotFit(
+            f"{flag} is {size_text(asked_bytes)} of host memory, but {size_text(left_bytes)} are left beside the model "
+            f"and its KV cache: give --hicache-size {left_bytes * 0.9 / 1e9:.1f} or less."
+        )
+    return asked_bytes
+
+
+def _extra(settings: Settings) -> ExtraConfig:
+    text = settings.hicache_storage_backend_extra_config
+    flag = "--hicache-storage-backend-extra-config"
+    if text is None:
+        return ExtraConfig()
+    try:
+        if text.startswith("@"):
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        return msgspec.json.decode(text, type=ExtraConfig)
+    except OSError as error:
+        raise BadSetting(f"{flag} {text}: the file can't be read ({error.strerror}).") from None
+    except msgspec.MsgspecError as error:
+        known = ", ".join(ExtraConfig.__struct_fields__)
+        raise BadSetting(f"{flag}: {error}. Give a JSON object, or @FILE with one; its fields are {known}.") from None
