@@ -34,6 +34,7 @@ from headrace.kvcache.storage.protocol import (
     ReadDone,
     ReadProgress,
     Refused,
+    Reply,
     StoreFailed,
     Touch,
     Write,
@@ -257,14 +258,20 @@ class StorageClient:
             connection.close()
 
     def _reply(self, message: bytes) -> None:
-        reply = reply_decoder.decode(message)
+        """One reply. A fault in handling it is the stage's, not only this callback's."""
+        try:
+            self._handle(reply_decoder.decode(message))
+        except Exception as error:
+            self._open = False
+            if not self._lost.done():
+                self._lost.set_exception(error)
+
+    def _handle(self, reply: Reply) -> None:
         match reply:
             case Opened():
                 self._open = self._was_open = True
                 self.message = ""
                 log.info("storage holds %d pages, opened in %.0f ms", reply.stats.pages, reply.open_ms)
-                if reply.message:
-                    log.warning("storage: %s", reply.message)
                 self._on_change()
             case Found() | ReadDone() | Written():
                 if (operation := self._operations.pop(reply.id, None)) is not None:

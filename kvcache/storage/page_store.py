@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from headrace.kvcache.storage.protocol import KEY_BYTES, StoreStats
 
 
@@ -17,7 +19,7 @@ class StoreRefused(Exception):
     """A store can't be opened; the message says what to change."""
 
 
-class PageRun(NamedTuple):
+class PageRun(msgspec.Struct, frozen=True):
     """Pages of one group and namespace, with everything that a stored page is checked against."""
 
     group: int

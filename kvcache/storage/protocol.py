@@ -94,7 +94,7 @@ class Write(msgspec.Struct, tag="write", frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Begin nothing more of a read or write; its reply comes when nothing touches its host pages. Unknown: no effect."""
+    """Begin nothing more of a read or write; its reply comes when nothing touches its host pages."""
 
     id: int
 
@@ -159,8 +159,6 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
 
     stats: StoreStats
     open_ms: float
-    message: str = ""
-    """What the operator should know: damage that was met, room that is lacking."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -61,7 +61,7 @@ PIECE_BYTES: Final = 1 << 20
 MAX_PIECE_PAGES: Final = 256
 """A vectored call takes 1024 buffers, of which a page needs two."""
 READS_PER_WRITE: Final = 7
-"""Under steady reads, every eighth piece is a write's: device and host pages wait for writes, so they may not starve."""
+"""Under steady reads every eighth piece is a write's: device and host pages wait for writes, so they may not starve."""
 PROGRESS_BYTES: Final = 1 << 20
 PROGRESS_MS: Final = 2.0
 MAX_WRITES: Final = MAX_READS
