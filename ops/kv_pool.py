@@ -1,0 +1,83 @@
+"""The device's KV pages of one layer group, and the page table that says whose they are.
+
+A layer's keys and values of one page lie side by side, head by head:
+
+    pages: [layers, num_pages, 2 (keys, values), kv_heads, page_tokens, head_dim]
+
+so that attention gathers runs of `page_tokens · head_dim` values per head, and one page of all layers, layer by layer,
+is what a host page holds (`kv_copy`).
+
+in     page-table edits, KV of a step's tokens (written by `attention`), pages from the host
+out    views of one layer's pages; the table
+state  `pages`, `table` int32 [slots, pages of the longest context], -1 where there is no page
+owner  the step that is running, in the worker's main thread; which page is whose is the server's decision
+ready  in command order: what a command wrote is there for the next one
+end    with the process
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.ops.wire import I32, GroupShape
+from headrace.ops.zeroed_memory import ZeroedMemory
+
+
+class KvPool:
+    """Pages and page table of one group."""
+
+    def __init__(
+        self, shape: GroupShape, num_pages: int, page_tokens: int, slots: int, context_tokens: int, dtype: torch.dtype
+    ) -> None:
+        """Raises OSError when memory lacks."""
+        self.shape = shape
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        dimensions = (len(shape.layers), num_pages, 2, shape.kv_heads, page_tokens, shape.head_dim)
+        # Zeros: attention reads pages to their end, and must not meet a NaN there. The first pages, of all layers, are
+        # real first: the server hands them out first.
+        self.memory = ZeroedMemory(math.prod(dimensions) * dtype.itemsize, parts=dimensions[0])
+        self.pages = torch.frombuffer(self.memory.mapping, dtype=dtype).view(dimensions)
+        self.table: I32 = np.full((slots, -(-context_tokens // page_tokens)), -1, np.int32)
+
+    @property
+    def layer_elements(self) -> int:
+        """Values that a page has in one layer."""
+        return 2 * self.shape.kv_heads * self.page_tokens * self.shape.head_dim
+
+    def layer(self, index: int) -> Tensor:
+        """`[num_pages, 2, kv_heads, page_tokens, head_dim]` of the group's `index`-th layer."""
+        return self.pages[index]
+
+    def forget(self, slots: I32) -> None:
+        """Take all pages out of the tables of these slots: a request begins in each of them."""
+        self.table[slots] = -1
+
+    def edit(self, slots: I32, indices: I32, pages: I32) -> None:
+        """Apply page-table deltas in order; -1 takes a page out. Raises ValueError for one outside the table or pool.
+
+        A wrong edit would let one request read another's tokens, so the bounds are checked here, once.
+        """
+        if not len(slots):
+            return
+        for name, values, least, most in (
+            ("slot", slots, 0, self.table.shape[0]),
+            ("index", indices, 0, self.table.shape[1]),
+            ("page", pages, -1, self.num_pages),
+        ):
+            if values.min() < least or values.max() >= most:
+                raise ValueError(f"a page-table edit has a {name} outside {least}..{most - 1}")
+        self.table[slots, indices] = pages
+
+    def clear(self, pages: I32) -> None:
+        """Zero pages that a request begins to fill.
+
+        Attention reads a page to its end and gives the tail a weight of zero; zero times what a broken request left
+        there may be NaN. 15 µs a page of the default model, once in `page_tokens` steps of a request.
+        """
+        if len(pages):
+            self.pages.index_fill_(1, torch.from_numpy(pages.astype(np.int64)), 0)

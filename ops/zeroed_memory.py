@@ -1,0 +1,53 @@
+"""Memory of zeros, in huge pages where the kernel has them: a fifth less time to gather KV pages from.
+
+The kernel hands memory out when it is first touched, which takes 0.1 s per GiB, or 2 s in a virtual machine that gets
+it from its host first. `touch` does that ahead of the steps, a little at a time, without delaying the start.
+
+in     a size, and the number of equal parts that will be filled from their beginnings on
+out    `mapping`, usable from the start
+state  how much has been touched: the first piece of every part, then the second of every part, and so on
+owner  whoever made it
+ready  at once; what `touch` has not reached yet is only slower to use for the first time
+end    with the last view of the mapping
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import time
+from typing import Final
+
+import torch
+
+_PIECE_BYTES: Final = 2 << 20
+"""A huge page."""
+
+
+class ZeroedMemory:
+    """Equal parts, side by side."""
+
+    def __init__(self, size_bytes: int, parts: int) -> None:
+        """Raises OSError (ENOMEM) when the system promises no more memory. `parts` divides the size."""
+        self.mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self.mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as problem:
+            # A kernel without huge pages.
+            if problem.errno != errno.EINVAL:
+                raise
+        self._parts = torch.frombuffer(self.mapping, dtype=torch.uint8).view(parts, -1)
+        self._touched_pieces = 0
+
+    def touch(self, budget_ms: float) -> bool:
+        """Make more of it real for about so long; → whether all of it is."""
+        end_s = time.perf_counter() + budget_ms / 1e3
+        parts, part_bytes = self._parts.shape
+        while self._touched_pieces < parts * -(-part_bytes // _PIECE_BYTES):
+            if time.perf_counter() >= end_s:
+                return False
+            piece, part = divmod(self._touched_pieces, parts)
+            # A write that changes nothing.
+            self._parts[part, piece * _PIECE_BYTES : (piece + 1) * _PIECE_BYTES : mmap.PAGESIZE].add_(0)
+            self._touched_pieces += 1
+        return True
