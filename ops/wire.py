@@ -182,7 +182,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     costs: list[StepCost]
     device_name: str
     numerics: str
-    """What holds for reuse: "float32", or "row-exact" where a row's bits depend on nothing but its own tokens."""
+    """What holds for reuse: "row-exact" where a row's bits depend on nothing but its own tokens, else the dtype whose
+    rounding may differ between batches."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

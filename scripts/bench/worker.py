@@ -1,0 +1,121 @@
+"""Speed of the device worker's steps, in this process: decode at 1, 8 and 32 streams, prefill of 512 and 2048 tokens.
+
+Nothing of a server takes part, so this is the bound of what a server on this machine can reach:
+
+    python scripts/bench/worker.py --threads 2 --json worker.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from headrace.ops.device import device_name, prepare_cpu
+from headrace.ops.device_worker import DTYPES
+from headrace.ops.kv_pool import KvPool
+from headrace.ops.models.registry import load_model
+from headrace.ops.sampler import Sampler
+from headrace.ops.step import StepRunner
+from headrace.ops.warm_up import StepProbe, StepShape
+from headrace.ops.wire import GroupShape
+from headrace.server.models import DEFAULT_MODEL, ModelProblem, cache_folder, resolve
+
+CONTEXT_TOKENS: Final = 192
+STREAMS: Final = (1, 8, 32)
+PROMPTS: Final = (512, 2048)
+PAGE_TOKENS: Final = 16
+SHAPES: Final = [
+    *(StepShape(rows, 0, CONTEXT_TOKENS) for rows in STREAMS),
+    *(StepShape(0, tokens, 0) for tokens in PROMPTS),
+]
+
+
+class Speed(msgspec.Struct):
+    """One shape in one dtype; the spread is from the fastest to the slowest repeat."""
+
+    dtype: str
+    decode_rows: int
+    prefill_tokens: int
+    context_tokens: int
+    median_ms: float
+    fastest_ms: float
+    slowest_ms: float
+    tokens_per_s: float
+
+
+class Report(msgspec.Struct):
+    device: str
+    torch: str
+    model: str
+    load_s: dict[str, float]
+    speeds: list[Speed]
+
+
+def measure(model: str, dtype: str, seconds: float) -> tuple[float, list[Speed]]:
+    """→ seconds that loading took, and the speed of each shape."""
+    began = time.perf_counter()
+    loaded = load_model(model, DTYPES[dtype], max(PROMPTS), lambda done, total: None)
+    load_s = time.perf_counter() - began
+    config = loaded.config
+    group = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
+    pages = max(max(STREAMS) * (CONTEXT_TOKENS // PAGE_TOKENS + 1), max(PROMPTS) // PAGE_TOKENS)
+    pool = KvPool(group, pages, PAGE_TOKENS, max(STREAMS), max(PROMPTS), DTYPES[dtype])
+    runner = StepRunner(loaded, [pool], Sampler(max(STREAMS), config.vocab_size), None)
+    probe = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
+    return load_s, [_speed(probe, dtype, shape, seconds) for shape in SHAPES]
+
+
+def _speed(probe: StepProbe, dtype: str, shape: StepShape, seconds: float) -> Speed:
+    probe.run(shape)
+    times_ms: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times_ms) < 3 or time.perf_counter() < end:
+        times_ms.append(probe.run(shape))
+    median_ms = statistics.median(times_ms)
+    return Speed(dtype, *shape, median_ms, min(times_ms), max(times_ms), shape.tokens / median_ms * 1e3)
+
+
+def _print(report: Report) -> None:
+    print(f"{report.device}, torch {report.torch}, {report.model}")
+    print(f"{'':12}{'step':>16}{'tok/s':>9}{'median ms':>12}{'fastest':>10}{'slowest':>10}")
+    for speed in report.speeds:
+        what = f"prefill {speed.prefill_tokens}" if speed.prefill_tokens else f"{speed.decode_rows} streams"
+        times = f"{speed.median_ms:>12.1f}{speed.fastest_ms:>10.1f}{speed.slowest_ms:>10.1f}"
+        print(f"{speed.dtype:12}{what:>16}{speed.tokens_per_s:>9.0f}{times}")
+    for dtype, load_s in report.load_s.items():
+        print(f"loading in {dtype}: {load_s:.2f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file or a model's name")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="all cores by default")
+    parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="both by default")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each shape, at least three steps")
+    parser.add_argument("--json", type=Path, help="write the report to this file too")
+    arguments = parser.parse_args()
+    try:
+        model = str(resolve(arguments.model, cache_folder(os.environ)))
+    except ModelProblem as problem:
+        sys.exit(str(problem))
+    prepare_cpu(arguments.threads)
+    report = Report(device_name(), str(torch.__version__), Path(model).name, {}, [])
+    with torch.inference_mode():
+        for dtype in arguments.dtype or DTYPES:
+            report.load_s[dtype], speeds = measure(model, dtype, arguments.seconds)
+            report.speeds += speeds
+    _print(report)
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Pages go to the host and come back, layer by layer, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ops.driver import Driver, Feed
+from ops.slot_inits import SlotInit
+from ops.small_llama import SmallLlama
+
+from headrace.ops.kv_copy import HostPages, PageLoad, back_up
+from headrace.ops.kv_pool import KvPool
+from headrace.ops.wire import GroupShape, StepFailed
+
+SHAPE = GroupShape("full", 0, [0, 1, 2], 2, 8)
+PAGE_VALUES = 3 * 2 * 2 * 16 * 8
+SLOT_BYTES = 12288
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def pool_of(pages: int, dtype: torch.dtype) -> KvPool:
+    """Every value is different."""
+    pool = KvPool(SHAPE, pages, 16, 2, 64, dtype)
+    pool.pages.copy_(torch.randn(pool.pages.shape, generator=torch.Generator().manual_seed(pages)))
+    return pool
+
+
+def bits(pages: torch.Tensor) -> bytes:
+    return pages.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_page_on_the_host_is_one_blob_of_its_layers(dtype: torch.dtype) -> None:
+    pool = pool_of(5, dtype)
+    buffer = bytearray(4 * SLOT_BYTES)
+    back_up(pool, HostPages(buffer, SLOT_BYTES, dtype), [4, 1], [0, 2])
+    for device, host in ((4, 0), (1, 2)):
+        blob = buffer[host * SLOT_BYTES :][: PAGE_VALUES * dtype.itemsize]
+        assert bytes(blob) == bits(pool.pages[:, device])
+    assert not any(buffer[SLOT_BYTES : 2 * SLOT_BYTES])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_come_back_as_they_went(dtype: torch.dtype) -> None:
+    pool = pool_of(6, dtype)
+    before = pool.pages.clone()
+    host = HostPages(bytearray(3 * SLOT_BYTES), SLOT_BYTES, dtype)
+    back_up(pool, host, [0, 5, 3], [2, 0, 1])
+    load = PageLoad(pool, host, i32(1, 2, 0), i32(1, 2, 4))
+    for layer in range(3):
+        load.bring(layer)
+    assert bits(pool.pages[:, [1, 2, 4]]) == bits(before[:, [3, 0, 5]])
+    assert bits(pool.pages[:, [0, 3, 5]]) == bits(before[:, [0, 3, 5]])
+
+
+def test_bringing_a_layer_touches_no_other() -> None:
+    pool = pool_of(4, torch.float32)
+    host = HostPages(bytearray(SLOT_BYTES), SLOT_BYTES, torch.float32)
+    back_up(pool, host, [3], [0])
+    before = pool.pages.clone()
+    PageLoad(pool, host, i32(0), i32(1)).bring(1)
+    assert bits(pool.pages[1, 1]) == bits(before[1, 3])
+    assert bits(pool.pages[[0, 2]]) == bits(before[[0, 2]])
+
+
+@pytest.mark.parametrize(("device", "host"), [(9, 0), (-1, 0), (0, 9), (0, -1)])
+def test_a_page_outside_its_pool_is_an_error(device: int, host: int) -> None:
+    pool = pool_of(4, torch.float32)
+    pages = HostPages(bytearray(2 * SLOT_BYTES), SLOT_BYTES, torch.float32)
+    with pytest.raises(IndexError):
+        back_up(pool, pages, [device], [host])
+    with pytest.raises(IndexError):
+        PageLoad(pool, pages, i32(host), i32(device)).bring(0)
+
+
+def test_a_request_goes_on_from_pages_that_were_on_the_host(small_model: Path, small_llama: SmallLlama) -> None:
+    prompt = np.random.default_rng(1).integers(0, 131, 50).tolist()
+    driver = Driver(small_model, host_pool=bytearray(8 * 16384), host_slot_bytes=16384)
+    driver.begin(SlotInit(0, prompt))
+    driver.run(Feed(0, prompt))
+    pages = list(driver.slots[0].pages[:3])
+    driver.back_up(pages, [5, 0, 7])
+    for page in range(driver.pool.num_pages):
+        driver.fill(page, 7.0)
+    driver.begin(SlotInit(1, prompt))
+    loaded = list(driver.give_pages(1, 48))
+    driver.slots[1].length = 48
+    step = driver.launch([Feed(1, prompt[48:])], loads=list(zip([5, 0, 7], loaded)))
+    assert driver.drawn(step)[1] == small_llama.logits(prompt)[-1].argmax()
+
+
+def test_each_layer_is_loaded_when_it_is_about_to_compute(small_model: Path) -> None:
+    driver = Driver(small_model, host_pool=bytearray(16384), host_slot_bytes=16384)
+    driver.begin(SlotInit(0))
+    driver.begin(SlotInit(1))
+    driver.run(Feed(0, list(range(16)), sample=False))
+    driver.back_up(driver.slots[0].pages[:1], [0])
+    loaded = driver.give_pages(1, 16)[0]
+    driver.slots[1].length = 16
+    driver.fill(loaded, 7.0)
+    seen = []
+
+    def watch(layer: int) -> None:
+        seen.append([layer, *(bool((driver.pool.pages[index, loaded] == 7).all()) for index in range(2))])
+
+    model = driver.worker._model
+    forward = model.forward
+
+    def watched(ids: torch.Tensor, positions: torch.Tensor, attention: object, keep: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            watch(layer)
+            out: torch.Tensor = attention(layer, qkv)  # type: ignore[operator]
+            watch(layer)
+            return out
+
+        return forward(ids, positions, attend, keep)
+
+    model.forward = watched  # type: ignore[method-assign]
+    driver.run(Feed(1, [3]), loads=[(0, loaded)])
+    # Layer, and whether the old bytes are still in layer 0 and 1: before and after each layer's attention.
+    assert seen == [[0, True, True], [0, False, True], [1, False, True], [1, False, False]]
+
+
+def test_a_batch_of_loads_alone_loads_all_layers(small_model: Path) -> None:
+    driver = Driver(small_model, host_pool=bytearray(16384), host_slot_bytes=16384)
+    driver.fill(3, 5.0)
+    driver.back_up([3], [0])
+    driver.launch([], loads=[(0, 9)])
+    driver.results(1)
+    assert (driver.pool.pages[:, 9] == 5).all()
+
+
+def test_loads_without_a_host_pool_fail_the_step(small_model: Path) -> None:
+    driver = Driver(small_model)
+    driver.launch([], loads=[(0, 9)])
+    assert isinstance(driver.replies[-1], StepFailed)
+    assert "has no host pool" in driver.replies[-1].message
