@@ -157,6 +157,9 @@ def _started(request: Request) -> Started:
         cached_device_tokens=request.cached_tokens - request.cached_host_tokens - request.cached_storage_tokens,
         cached_host_tokens=request.cached_host_tokens,
         cached_storage_tokens=request.cached_storage_tokens,
+        storage_wait_ms=request.storage_wait_ms,
+        storage_reason=request.prefetch_reason,
+        computed_ms_saved=request.saved_ms,
         queue_ms=(request.first_launch_s - request.arrival_s) * 1e3,
         prefill_ms=(request.first_ids_s - request.first_launch_s) * 1e3,
     )

@@ -160,6 +160,7 @@ class Engine:
         self._alarm: asyncio.TimerHandle | None = None
         self._unchecked = False
         self._steps = self._prompt_tokens = self._cached_tokens = 0
+        self._cached_host_tokens = self._cached_storage_tokens = 0
         self._output_tokens = self._overrun_tokens = self._integrity_alarms = 0
 
     # ------------------------------------------------------------------------------------------------------------
@@ -244,6 +245,7 @@ class Engine:
     def status(self) -> EngineStatus:
         """A snapshot; can be asked at any time."""
         cache, device, scheduler = self._cache.stats(), self._device, self._scheduler
+        prefetch, storage = self._cache.prefetch_counts, self._storage
         return EngineStatus(
             phase=device.phase,
             message=device.message,
@@ -258,11 +260,29 @@ class Engine:
             pages_total=cache.total,
             pages_free=cache.free,
             pages_cached=cache.evictable,
+            host_pages_total=cache.host_total,
+            host_pages_free=cache.host_free,
+            host_pages_cached=cache.host_indexed,
+            copied_pages=cache.host_copied,
+            skipped_pages=cache.host_skipped,
+            stored_pages=self._cache.stored_pages,
+            unstored_pages=self._cache.unstored_pages,
+            storage_state="none" if storage is None else "usable" if storage.usable else storage.message or "paused",
+            storage_restarts=storage.restarts if storage is not None else 0,
+            storage_deadlines_missed=storage.deadlines_missed if storage is not None else 0,
+            prefetch_useful_pages=prefetch.useful,
+            prefetch_late_pages=prefetch.late,
+            prefetch_wasted_pages=prefetch.wasted,
+            prefetch_cancelled_pages=prefetch.cancelled,
+            prefetch_declined_pages=prefetch.declined,
+            prefetch_waited_ms=prefetch.waited_ms,
             prefill_budget_tokens=self._budget(0, 0),
             last_step_age_ms=device.silent_s * 1e3 if self._in_flight else 0.0,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            cached_host_tokens=self._cached_host_tokens,
+            cached_storage_tokens=self._cached_storage_tokens,
             computed_tokens=scheduler.computed_tokens,
             output_tokens=self._output_tokens,
             overrun_tokens=self._overrun_tokens,
@@ -363,6 +383,8 @@ class Engine:
             if request.first_launch_s < 0:
                 request.first_launch_s = now_s
                 self._cached_tokens += request.cached_tokens
+                self._cached_host_tokens += request.cached_host_tokens
+                self._cached_storage_tokens += request.cached_storage_tokens
         scheduler.launched(batch, step)
         self._device.send(Sample(step, ring_slot))
         if not self._in_flight:

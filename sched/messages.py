@@ -89,6 +89,12 @@ class Started(msgspec.Struct, frozen=True):
     cached_device_tokens: int
     cached_host_tokens: int
     cached_storage_tokens: int
+    storage_wait_ms: float
+    """Of `queue_ms`: its turn had come, and it waited for pages from storage."""
+    storage_reason: str
+    """Why it waited for storage, or went on; "" if storage was not asked."""
+    computed_ms_saved: float
+    """What computing the cached tokens would have taken now, by the cost model."""
     queue_ms: float
     """From submission to the launch of its first chunk."""
     prefill_ms: float
@@ -160,12 +166,35 @@ class EngineStatus(msgspec.Struct, frozen=True):
     pages_free: int
     pages_cached: int
     """Device pages that only the index holds."""
+    host_pages_total: int
+    host_pages_free: int
+    host_pages_cached: int
+    copied_pages: int
+    """Pages copied from the device to the host."""
+    skipped_pages: int
+    """Copies not made for lack of host room."""
+    stored_pages: int
+    """Pages that storage has acknowledged."""
+    unstored_pages: int
+    """Pages that storage did not take."""
+    storage_state: str
+    """"none", "usable", or why it is not."""
+    storage_restarts: int
+    storage_deadlines_missed: int
+    prefetch_useful_pages: int
+    prefetch_late_pages: int
+    prefetch_wasted_pages: int
+    prefetch_cancelled_pages: int
+    prefetch_declined_pages: int
+    prefetch_waited_ms: float
     prefill_budget_tokens: int
     last_step_age_ms: float
     """Since the device last completed a step or had nothing to do; a hang shows here."""
     steps: int
     prompt_tokens: int
     cached_tokens: int
+    cached_host_tokens: int
+    cached_storage_tokens: int
     computed_tokens: int
     """Prompt tokens that were run through the model, recomputation after a retraction included."""
     output_tokens: int

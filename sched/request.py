@@ -52,7 +52,16 @@ class Request:
     __slots__ = (
         *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadline", "filling_from"),
         *("filling_to", "first_ids_s", "first_launch_s", "holding", "ids", "key", "order", "prefetch"),
-        *("prefetch_reason", "prompt_logprobs_from", "retractions", "slot", "stage", "storage_wait_ms", "submit"),
+        *(
+            "prefetch_reason",
+            "prompt_logprobs_from",
+            "retractions",
+            "saved_ms",
+            "slot",
+            "stage",
+            "storage_wait_ms",
+            "submit",
+        ),
     )
 
     def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
@@ -74,6 +83,8 @@ class Request:
         self.prefetch: Prefetch | None = None
         self.storage_wait_ms = 0.0
         self.prefetch_reason = ""
+        self.saved_ms = 0.0
+        """What computing its cached tokens would have taken."""
         self.first_launch_s = self.first_ids_s = -1.0
         self.prompt_logprobs_from = 1 if submit.sampling.prompt_logprobs >= 0 else len(submit.prompt_ids)
         """Prompt positions from here on still need their logprobs."""

@@ -259,6 +259,7 @@ class Scheduler:
         from_storage = self._end_prefetch(request, holding)
         if request.first_launch_s < 0:
             request.cached_tokens = holding.matched_pages * self._page_tokens
+            request.saved_ms = self._prefill_ms(request.cached_tokens, 0)
             request.cached_storage_tokens = min(from_storage, holding.host.shape[1]) * self._page_tokens
             request.cached_host_tokens = holding.host.shape[1] * self._page_tokens - request.cached_storage_tokens
         self.prefilling.append(request)

@@ -29,6 +29,8 @@ _WHOLE_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
 _COUNTERS: Final = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that began to run."),
     ("cached_prompt_tokens", "cached_tokens", "Prompt tokens whose KV was reused."),
+    ("cached_host_prompt_tokens", "cached_host_tokens", "Of these, tokens that only the host tier had."),
+    ("cached_storage_prompt_tokens", "cached_storage_tokens", "Of these, tokens that were prefetched from storage."),
     ("computed_prompt_tokens", "computed_tokens", "Prompt tokens run through the model, recomputation included."),
     ("generation_tokens", "output_tokens", "Tokens given to requests."),
     ("overrun_tokens", "overrun_tokens", "Tokens computed past a request's end and dropped."),
@@ -36,6 +38,18 @@ _COUNTERS: Final = (
     ("step_failures", "step_failures", "Steps that failed on the device."),
     ("retractions", "retractions", "Requests taken out of the batch to make room."),
     ("device_restarts", "device_restarts", "Restarts of the device worker."),
+    ("host_copied_pages", "copied_pages", "Pages copied from the device to the host."),
+    ("host_skipped_pages", "skipped_pages", "Copies to the host not made for lack of room."),
+    ("storage_written_pages", "stored_pages", "Pages that storage has acknowledged."),
+    ("storage_unwritten_pages", "unstored_pages", "Pages that storage did not take."),
+    ("storage_restarts", "storage_restarts", "Restarts of the storage agent."),
+    ("storage_deadlines_missed", "storage_deadlines_missed", "Times that storage was too slow, or silent."),
+    ("prefetch_useful_pages", "prefetch_useful_pages", "Prefetched pages that came before their request went on."),
+    ("prefetch_late_pages", "prefetch_late_pages", "Prefetched pages that came after it."),
+    ("prefetch_wasted_pages", "prefetch_wasted_pages", "Pages read from storage and not used."),
+    ("prefetch_cancelled_pages", "prefetch_cancelled_pages", "Pages that storage had and that were not read any more."),
+    ("prefetch_declined_pages", "prefetch_declined_pages", "Pages that storage had and the host had no room for."),
+    ("prefetch_wait_milliseconds", "prefetch_waited_ms", "Time that requests waited for pages from storage."),
     ("integrity_alarms", "integrity_alarms", "Checks of the cache that found a fault."),
 )
 _GAUGES: Final = (
@@ -44,6 +58,9 @@ _GAUGES: Final = (
     ("waiting_tokens", "waiting_tokens", "Prompt tokens of waiting requests."),
     ("kv_pages", "pages_total", "Pages of the device's KV pool."),
     ("kv_pages_free", "pages_free", "Pages that nobody holds."),
+    ("host_pages", "host_pages_total", "Pages of the host tier."),
+    ("host_pages_free", "host_pages_free", "Pages of the host tier that hold nothing."),
+    ("host_pages_cached", "host_pages_cached", "Pages of the host tier that can be matched."),
     ("kv_pages_cached", "pages_cached", "Pages that only the prefix index holds."),
 )
 

@@ -28,8 +28,8 @@ from headrace.server.openai_responses import (
     ChatResponse,
     SglExt,
     Usage,
-    cached_details_of,
     chat_logprob,
+    extension_of,
     usage_of,
 )
 from headrace.server.output_text import OutputOptions
@@ -202,4 +202,4 @@ class _Reply:
         return usage_of([self._prompt_tokens], self._n, self._group.streams)
 
     def _details(self) -> SglExt:
-        return SglExt(cached_details_of(self._n, self._group.streams, self._api.settings.storage_backend))
+        return extension_of(self._n, self._group.streams, self._api.settings.storage_backend)

@@ -21,8 +21,8 @@ from headrace.server.openai_responses import (
     ScoredToken,
     SglExt,
     Usage,
-    cached_details_of,
     completion_logprobs,
+    extension_of,
     scored_prompt,
     scored_token,
     usage_of,
@@ -197,4 +197,4 @@ class _Reply:
         return usage_of([len(prompt.ids) for prompt in self._prompts], self._n, self._group.streams)
 
     def _details(self) -> SglExt:
-        return SglExt(cached_details_of(self._n, self._group.streams, self._api.settings.storage_backend))
+        return extension_of(self._n, self._group.streams, self._api.settings.storage_backend)

@@ -37,10 +37,24 @@ class CachedTokensDetails(msgspec.Struct, frozen=True):
     storage_backend: str | None
 
 
+class StartLedger(msgspec.Struct, frozen=True):
+    """What the start of one prompt cost, in ms of the engine's clock: `queue_ms + prefill_ms = first_token_ms`."""
+
+    queue_ms: float
+    storage_wait_ms: float
+    """Of the queue time: its turn had come, and it waited for pages from storage."""
+    storage_reason: str
+    prefill_ms: float
+    first_token_ms: float
+    saved_ms: float
+    """What computing the cached tokens would have taken, by the cost model that the server keeps of its device."""
+
+
 class SglExt(msgspec.Struct, frozen=True):
-    """SGLang's place for what OpenAI's shapes have no key for."""
+    """SGLang's place for what OpenAI's shapes have no key for, and ours: `headrace` has one entry a prompt."""
 
     cached_tokens_details: CachedTokensDetails
+    headrace: list[StartLedger]
 
 
 class Alternative(msgspec.Struct, frozen=True):
@@ -171,6 +185,22 @@ def usage_of(prompt_tokens: Sequence[int], n: int, streams: Sequence[ChoiceStrea
     cached = sum(started.cached_tokens for started in _starts(n, streams))
     completion = sum(stream.n_tokens for stream in streams)
     return Usage(sum(prompt_tokens), completion, sum(prompt_tokens) + completion, PromptTokensDetails(cached))
+
+
+def extension_of(n: int, streams: Sequence[ChoiceStream], storage_backend: str | None) -> SglExt:
+    """What a request that asked for details gets."""
+    ledger = [
+        StartLedger(
+            queue_ms=round(started.queue_ms, 3),
+            storage_wait_ms=round(started.storage_wait_ms, 3),
+            storage_reason=started.storage_reason,
+            prefill_ms=round(started.prefill_ms, 3),
+            first_token_ms=round(started.queue_ms + started.prefill_ms, 3),
+            saved_ms=round(started.computed_ms_saved, 3),
+        )
+        for started in _starts(n, streams)
+    ]
+    return SglExt(cached_details_of(n, streams, storage_backend), ledger)
 
 
 def cached_details_of(n: int, streams: Sequence[ChoiceStream], storage_backend: str | None) -> CachedTokensDetails:

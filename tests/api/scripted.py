@@ -202,7 +202,7 @@ class ScriptedEngine:
         for request, run in list(self.running.items()):
             if run.given == 0:
                 cached = min(self.cached_tokens, len(run.submit.prompt_ids) - 1)
-                started.append(Started(request, cached, cached, 0, 0, 1.0, 2.0))
+                started.append(Started(request, cached, cached, 0, 0, 0.0, "", 0.0, 1.0, 2.0))
                 if run.submit.sampling.prompt_logprobs >= 0 and len(run.submit.prompt_ids) > 1:
                     prompts.append(prompt_logprobs_of(run.submit))
             for _ in range(ids_each):
