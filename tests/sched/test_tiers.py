@@ -1,0 +1,402 @@
+"""The engine over three tiers in virtual time: what is where after which event, and what a request waits for.
+
+`test_bNN` names the line of the list of users' reports that it answers (docs/cache.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.kvcache.identity import PrefixKey, namespace
+from headrace.kvcache.prefetch import PrefetchOptions
+from headrace.server.sim.storage import StorageTimes
+from headrace.server.sim.virtual_loop import run
+from headrace.server.sim.world import Watched, World, WorldShape
+
+PROMPT = list(range(100, 137))
+PAGES = 9
+"""Whole pages of it that can be matched."""
+HOST = WorldShape(pages=24, host_pages=64, context_tokens=64)
+DISK = msgspec.structs.replace(
+    HOST, storage_pages=400, prefetch=PrefetchOptions("wait_complete", threshold_tokens=4), token_us=200.0
+)
+Policy = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
+
+
+def play(shape: WorldShape, scenario: Callable[[World], Coroutine[Any, Any, None]], seed: int = 0) -> World:
+    async def main() -> World:
+        async with World(seed, shape) as world:
+            await asyncio.sleep(0.5)
+            await scenario(world)
+            await world.finish()
+            return world
+
+    return run(main())
+
+
+def with_policy(shape: WorldShape, policy: Policy, **options: Any) -> WorldShape:
+    return msgspec.structs.replace(shape, prefetch=PrefetchOptions(policy, threshold_tokens=4, **options))
+
+
+async def ask(world: World, prompt: list[int] = PROMPT, outputs: int = 3) -> Watched:
+    watched = world.submit(prompt, outputs)
+    await watched.ended.wait()
+    return watched
+
+
+async def settled(world: World) -> None:
+    """Everything that is on its way down has arrived."""
+    await asyncio.sleep(2.0)
+    assert not world.engine.writing
+
+
+def cached(watched: Watched) -> tuple[int, int, int]:
+    """Tokens from the device, the host, storage."""
+    started = watched.started
+    assert started is not None
+    return started.cached_device_tokens, started.cached_host_tokens, started.cached_storage_tokens
+
+
+async def push_out(world: World) -> None:
+    """Use the device for so much else that nothing of before is left on it."""
+    for i in range(3):
+        await ask(world, [i * 7 + 1] * 60, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The host tier
+
+
+def test_what_the_device_let_go_of_comes_back_from_the_host() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        await push_out(world)
+        assert cached(await ask(world)) == (0, PAGES * 4, 0)
+        assert cached(await ask(world)) == (PAGES * 4, 0, 0), "and is on the device for the next one"
+
+    play(HOST, scenario)
+
+
+def test_b07_backups_complete_while_the_server_is_idle() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await asyncio.sleep(0.2)
+        assert not world.engine.writing
+        assert world.engine.status().copied_pages >= PAGES
+
+    play(HOST, scenario)
+
+
+def test_b07_backups_complete_while_the_server_only_decodes() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        other = world.submit([1, 2], 60)
+        await world.until(lambda: len(other.ids) > 10)
+        assert world.engine.status().copied_pages >= PAGES
+        assert not other.ended.is_set()
+
+    play(HOST, scenario)
+
+
+def test_b17_prompts_longer_than_a_chunk_are_backed_up_whole() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        await push_out(world)
+        assert cached(await ask(world))[1] == PAGES * 4
+
+    play(msgspec.structs.replace(HOST, prefill_tokens=5), scenario)
+
+
+def test_b18_under_write_back_nothing_is_copied_before_the_device_evicts_it() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await asyncio.sleep(0.5)
+        assert world.engine.status().copied_pages == 0
+        await push_out(world)
+        assert world.engine.status().copied_pages > 0
+        assert cached(await ask(world))[1] == PAGES * 4
+
+    play(msgspec.structs.replace(HOST, write_policy="write_back"), scenario)
+
+
+def test_b18_under_write_through_everything_is_copied_also_what_is_evicted_early() -> None:
+    async def scenario(world: World) -> None:
+        for i in range(6):
+            world.submit([i + 1] * 40, 1)
+        await world.finish()
+        assert world.engine.status().copied_pages == 6 * 10
+
+    play(msgspec.structs.replace(HOST, host_pages=200), scenario)
+
+
+def test_b18_selective_copies_what_is_used_again() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await asyncio.sleep(0.2)
+        assert world.engine.status().copied_pages == 0
+        await ask(world, [*PROMPT, *[1] * 8])
+        await asyncio.sleep(0.2)
+        assert world.engine.status().copied_pages >= PAGES
+
+    play(msgspec.structs.replace(HOST, write_policy="write_through_selective"), scenario)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_host_smaller_than_the_device_starves_nobody(policy: Any) -> None:
+    async def scenario(world: World) -> None:
+        for i in range(12):
+            world.submit([i % 5 + 1] * 40, 10)
+        await world.finish()
+
+    play(msgspec.structs.replace(HOST, host_pages=3, write_policy=policy), scenario)
+
+
+def test_what_the_host_has_survives_the_device() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.kill_device()
+        await asyncio.sleep(0.5)
+        assert cached(await ask(world)) == (0, PAGES * 4, 0)
+
+    world = play(HOST, scenario)
+    assert world.lives == 2
+
+
+def test_a_device_that_dies_amid_copies_leaves_no_page_behind() -> None:
+    async def scenario(world: World) -> None:
+        for i in range(6):
+            world.submit([i + 1] * 40, 20)
+        await world.until(lambda: world.engine.writing)
+        world.kill_device()
+
+    play(HOST, scenario)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Storage
+
+
+def test_b10_what_was_stored_is_used_when_neither_device_nor_host_has_it() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        assert cached(await ask(world)) == (0, 0, PAGES * 4)
+
+    play(DISK, scenario)
+
+
+def test_b10_what_was_stored_is_used_by_the_next_server() -> None:
+    async def main() -> None:
+        async with World(0, DISK) as first:
+            await asyncio.sleep(0.5)
+            await ask(first)
+            await settled(first)
+            store = first.store
+        async with World(1, DISK) as second:
+            second.store = store
+            await asyncio.sleep(0.5)
+            assert cached(await ask(second)) == (0, 0, PAGES * 4)
+            await second.finish()
+
+    run(main())
+
+
+def test_b01_a_hit_below_the_threshold_leaves_the_request_runnable_at_once() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world, PROMPT[:10])
+        await settled(world)
+        world.engine.flush_cache()
+        watched = await ask(world, PROMPT[:10])
+        assert cached(watched) == (0, 0, 0)
+        assert watched.started is not None and watched.started.queue_ms < 2
+
+    shape = msgspec.structs.replace(DISK, prefetch=PrefetchOptions("wait_complete", threshold_tokens=16))
+    play(shape, scenario)
+
+
+def test_b02_a_time_limit_is_absolute_and_what_has_arrived_is_used() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        watched = await ask(world)
+        assert watched.started is not None and 15 < watched.started.queue_ms < 25
+        assert 0 < cached(watched)[2] < PAGES * 4
+
+    shape = with_policy(DISK, "timeout", timeout_base_ms=20.0, timeout_per_ki_token_ms=0.0, piece_bytes=1)
+    slow = msgspec.structs.replace(shape, storage=StorageTimes(latency_us=8000, page_us=0, lanes=1))
+    play(slow, scenario)
+
+
+def test_best_effort_does_not_wait_even_for_the_lookup() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        watched = await ask(world)
+        assert watched.started is not None and watched.started.queue_ms < 2
+        assert cached(watched) == (0, 0, 0)
+
+    play(with_policy(DISK, "best_effort"), scenario)
+
+
+def test_adaptive_waits_where_that_is_quicker_than_computing_and_only_there() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        for _ in range(3):
+            world.engine.flush_cache()
+            watched = await ask(world)
+        assert watched.started is not None
+        seen.append((cached(watched)[2], watched.started.queue_ms + watched.started.prefill_ms))
+
+    seen: list[tuple[int, float]] = []
+    play(with_policy(DISK, "adaptive"), scenario)
+    slow = StorageTimes(latency_us=50_000, page_us=5_000, lanes=1)
+    play(msgspec.structs.replace(with_policy(DISK, "adaptive"), storage=slow), scenario)
+    cold_ms = 0.9 + 37 * 0.2
+    (quick_tokens, quick_ms), (slow_tokens, slow_ms) = seen
+    assert quick_tokens == PAGES * 4 and quick_ms < cold_ms
+    assert slow_tokens == 0 and slow_ms < 2.5 * cold_ms
+
+
+def test_b04_a_prefetch_takes_effect_wherever_its_request_stands_in_the_queue() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        before = [world.submit([i + 1] * 20, 20) for i in range(4)]
+        watched = world.submit(PROMPT, 2)
+        await watched.ended.wait()
+        assert cached(watched)[2] == PAGES * 4
+        assert any(not other.ended.is_set() for other in before) or all(other.ended.is_set() for other in before)
+
+    play(DISK, scenario)
+
+
+def test_b06_a_storage_miss_delays_a_request_by_one_lookup() -> None:
+    async def scenario(world: World) -> None:
+        watched = await ask(world)
+        assert watched.started is not None and watched.started.queue_ms < 2
+        assert watched.started.storage_wait_ms <= watched.started.queue_ms
+
+    play(DISK, scenario)
+
+
+def test_b08_two_requests_that_need_the_same_pages_share_one_read() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        reads = world.store.stats().read_pages
+        both = [world.submit([*PROMPT, i], 2) for i in range(2)]
+        for watched in both:
+            await watched.ended.wait()
+            assert sum(cached(watched)) >= PAGES * 4
+        assert world.store.stats().read_pages - reads == PAGES
+
+    play(DISK, scenario)
+
+
+def test_b09_storage_that_hangs_costs_one_deadline_and_then_nothing_until_it_is_back() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        world.hang_agent(30.0)
+        waits = []
+        for i in range(4):
+            watched = await ask(world, [i, *PROMPT])
+            assert watched.started is not None
+            waits.append(watched.started.queue_ms)
+        assert 50 <= waits[0] < 60, "the lookup's deadline"
+        assert max(waits[1:]) < 2
+        await asyncio.sleep(40)
+        world.engine.flush_cache()
+        assert cached(await ask(world))[2] == PAGES * 4
+
+    play(DISK, scenario)
+
+
+def test_a_hanging_read_gives_its_host_pages_back_when_the_agent_has_been_replaced() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        watched = world.submit(PROMPT, 2)
+        await asyncio.sleep(0.003)
+        world.hang_agent(600.0)
+        await watched.ended.wait()
+        await asyncio.sleep(5)
+        assert world.agents == 2
+        assert world.engine.status().host_pages_free + world.engine.status().host_pages_cached == HOST.host_pages
+
+    slow = msgspec.structs.replace(DISK, storage=StorageTimes(latency_us=2000, page_us=1000, lanes=1))
+    play(slow, scenario)
+
+
+def test_b11_a_page_that_vanished_is_a_miss_and_the_earlier_ones_count() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        key = PrefixKey(namespace(b"oracle", "", ""), 4, np.array(PROMPT, np.int32), len(PROMPT))
+        del world.store._pages[0, key.page_hashes(PAGES)[5]]
+        watched = await ask(world)
+        assert cached(watched)[2] == 5 * 4
+
+    play(DISK, scenario)
+
+
+def test_b16_a_salt_isolates_storage_and_still_hits_its_own() -> None:
+    async def scenario(world: World) -> None:
+        first = world.submit(PROMPT, 2, salt="tenant")
+        await first.ended.wait()
+        await settled(world)
+        world.engine.flush_cache()
+        assert cached(await ask(world)) == (0, 0, 0)
+        again = world.submit(PROMPT, 2, salt="tenant")
+        await again.ended.wait()
+        assert cached(again)[2] == PAGES * 4
+
+    play(DISK, scenario)
+
+
+def test_a_killed_agent_is_started_again_and_its_store_used() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        world.kill_agent()
+        assert cached(await ask(world)) == (0, 0, 0)
+        await asyncio.sleep(2)
+        world.engine.flush_cache()
+        assert cached(await ask(world))[2] == PAGES * 4
+
+    world = play(DISK, scenario)
+    assert world.agents == 2
+
+
+def test_the_parts_of_a_start_add_up() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        watched = await ask(world)
+        started = watched.started
+        assert started is not None
+        assert started.cached_tokens == sum(cached(watched))
+        assert 0 < started.storage_wait_ms <= started.queue_ms
+        assert started.storage_reason and started.computed_ms_saved == pytest.approx(36 * 0.2, rel=0.5)
+
+    play(DISK, scenario)
