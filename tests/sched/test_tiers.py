@@ -319,7 +319,7 @@ def test_b09_storage_that_hangs_costs_one_deadline_and_then_nothing_until_it_is_
             watched = await ask(world, [i, *PROMPT])
             assert watched.started is not None
             waits.append(watched.started.queue_ms)
-        assert 50 <= waits[0] < 60, "the lookup's deadline"
+        assert 49 < waits[0] < 60, "the lookup's deadline"
         assert max(waits[1:]) < 2
         await asyncio.sleep(40)
         world.engine.flush_cache()
