@@ -59,7 +59,10 @@ def main() -> None:
     os.close(arguments.host_pool)
     pipe = socket.socket(fileno=arguments.socket)
     pipe.setblocking(True)
-    Agent(pipe, memoryview(pool)).serve()
+    try:
+        Agent(pipe, memoryview(pool)).serve()
+    except (BrokenPipeError, ConnectionResetError):
+        logging.getLogger(__name__).info("the server has closed its end")
 
 
 class Agent:
@@ -96,10 +99,7 @@ class Agent:
 
     def _receive(self, packet: memoryview) -> bool:
         """Act on one packet; False when the server is gone."""
-        try:
-            size_bytes = self._pipe.recv_into(packet)
-        except ConnectionResetError:
-            return False
+        size_bytes = self._pipe.recv_into(packet)
         if not size_bytes:
             return False
         self._service.handle(command_decoder.decode(packet[:size_bytes]))

@@ -22,6 +22,8 @@ MAX_MESSAGE_BYTES: Final = 256 << 10
 MAX_PAGES_PER_MESSAGE: Final = 2048
 MAX_READS: Final = 1024
 """Reads, and as many writes, that the agent has at a time; one more is answered at once, with nothing done."""
+MAX_KEYS_PER_MESSAGE: Final = (MAX_MESSAGE_BYTES - 256) // KEY_BYTES
+"""Of a `Lookup` or `Touch`."""
 
 
 def pages_per_message(page_tokens: int) -> int:

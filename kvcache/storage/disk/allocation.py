@@ -180,6 +180,21 @@ class SlotAllocator:
         """A dropped segment's file is gone."""
         self.segment_bytes -= segment.size_bytes
 
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is where its state says, once, and the bytes are counted."""
+        states = self._table.states
+        for slot_class in self._classes.values():
+            mine = [states[segment.base : segment.end] for segment in slot_class.segments]
+            free = sum(int(np.count_nonzero(part == FREE)) for part in mine)
+            listed = sum(int(np.count_nonzero(part == LISTED)) for part in mine)
+            assert free == slot_class.free, f"{free} slots are free, {slot_class.free} were counted"
+            runs = [np.arange(first, first + count) for first, count in slot_class.runs]
+            in_runs = np.concatenate(runs) if runs else np.zeros(0, np.int64)
+            assert len(np.unique(in_runs)) == len(in_runs) == listed, "a slot is listed twice, or lost"
+            assert (states[in_runs] == LISTED).all(), "a listed slot is in use"
+        assert sum(slot_class.slots for slot_class in self._classes.values()) == sum(s.slots for s in self._segments)
+        assert self.segment_bytes >= sum(segment.size_bytes for segment in self._segments)
+
     def _class(self, record_bytes: int) -> SlotClass:
         return self._classes.setdefault(record_bytes, SlotClass(record_bytes))
 
@@ -207,8 +222,8 @@ class SlotAllocator:
                 return True
         return False
 
-    def _set_threshold(self, slot_class: SlotClass, count: int) -> bool:
-        """Find, from a sample, which pages go next; False if none can.
+    def _set_threshold(self, slot_class: SlotClass, count: int) -> None:
+        """Find, from a sample, which pages go next.
 
         Of pages of one age those with higher numbers go first: they are the later ones of a chain, which is of use as
         far as its beginning is there.
@@ -216,13 +231,12 @@ class SlotAllocator:
         slots = self._sample(slot_class.segments)
         slot_class.allowance = max(count, slot_class.slots // _EVICT_PART)
         if not len(slots):
-            return False
+            return
         ticks = self._table.ticks[slots]
         each = max(1, slot_class.slots // _SAMPLE)
         rank = min(len(slots), -(-slot_class.allowance // each)) - 1
         last = slots[np.lexsort((-slots, ticks))[rank]]
         slot_class.threshold = (int(self._table.ticks[last]), int(last))
-        return True
 
     def _sample(self, segments: list[Segment], most: int = _SAMPLE) -> I64:
         """Live pages of these segments that nobody reads, evenly taken; all of them where they are few."""

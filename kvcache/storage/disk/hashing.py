@@ -48,6 +48,11 @@ class HashTable:
     def size_bytes(self) -> int:
         return self._cells.nbytes + self._tags.nbytes + self._used.nbytes
 
+    @property
+    def entries(self) -> int:
+        """How many keys are in it."""
+        return int(np.count_nonzero(self._cells)) + len(self._overflow)
+
     def find(self, keys: U64) -> I64:
         """The slot of each key, -1 where there is none. `keys`: [n, 2]."""
         found = np.full(len(keys), -1, np.int64)
@@ -57,7 +62,8 @@ class HashTable:
         first, second = self._choices(keys)
         self._find_in(first, keys, tags, np.arange(len(keys)), found)
         left = np.flatnonzero(found < 0)
-        self._find_in(second[left], keys[left], tags[left], left, found)
+        if len(left):
+            self._find_in(second[left], keys[left], tags[left], left, found)
         if self._overflow:
             for index in np.flatnonzero(found < 0).tolist():
                 found[index] = self._overflow.get(keys[index].tobytes(), -1)

@@ -94,8 +94,7 @@ class _Contents:
         slots = sum(segment.slots for segment in self.segments)
         self.table = PageTable(slots, slots)
         self.numbered = Segments(slots)
-        for segment in self.segments:
-            self.numbered.add(segment)
+        self.numbered.add_all(self.segments)
         self.spaces = Spaces()
         self.indexed = self._read_index()
 

@@ -54,6 +54,8 @@ class Journal:
         # What a killed process left of an entry is not whole; the next append goes over it.
         self._file = _File(fd, files.size_bytes(fd) // ENTRY_BYTES)
         self._new: _File | None = None
+        self._given_up: _File | None = None
+        """A new file that could not be written to; it is closed by whoever is compacting."""
         if fsync:
             files.sync_directory()
 
@@ -65,12 +67,14 @@ class Journal:
     @property
     def size_bytes(self) -> int:
         """Of both files."""
-        return (self._file.entries + (self._new.entries if self._new else 0)) * ENTRY_BYTES
+        new = self._new
+        return (self._file.entries + (new.entries if new is not None else 0)) * ENTRY_BYTES
 
     @property
     def is_linked(self) -> bool:
         """Whether the file is still in its directory. Raises OSError."""
-        return self._files.is_linked(self._file.fd)
+        with self._lock:
+            return self._files.is_linked(self._file.fd)
 
     def append(self, entries: Entries) -> None:
         """Seal entries and add them. Raises OSError: then none of them counts."""
@@ -83,7 +87,7 @@ class Journal:
                 try:
                     self._write(self._new, entries)
                 except OSError:
-                    self._give_up()
+                    self._given_up, self._new = self._new, None
             self._write(self._file, entries)
 
     def begin_compaction(self) -> None:
@@ -102,28 +106,33 @@ class Journal:
             self._write(self._new, entries)
             return True
 
-    def end_compaction(self) -> None:
-        """Let the new file take the old one's place. Raises OSError."""
+    def end_compaction(self) -> bool:
+        """Let the new file take the old one's place. False if there is none any more. Raises OSError."""
+        new = self._new
+        if new is None:
+            return False
+        # Or a power cut might leave a short file under the name of the long one. Most of it before the lock, for which
+        # writes would wait.
+        self._files.sync(new.fd)
         with self._lock:
             if self._new is None:
-                return
-            # Or a power cut might leave a short file under the name of the long one.
+                return False
             self._files.sync(self._new.fd)
             self._files.rename(NEW_NAME, NAME)
             self._files.close(self._file.fd)
             self._file, self._new = self._new, None
             self._files.sync_directory()
+        return True
 
     def abandon_compaction(self) -> None:
-        """Go on with the old file."""
+        """Go on with the old file, if the new one has not taken its place. Raises OSError."""
         with self._lock:
-            if self._new is not None:
-                self._give_up()
-
-    def sync(self) -> None:
-        """Raises OSError."""
-        with self._lock:
-            self._files.sync(self._file.fd)
+            given_up = self._new or self._given_up
+            self._new = self._given_up = None
+        if given_up is not None:
+            self._files.close(given_up.fd)
+            if NEW_NAME in self._files.names():
+                self._files.remove(NEW_NAME)
 
     def close(self) -> None:
         self.abandon_compaction()
@@ -140,25 +149,16 @@ class Journal:
             self._files.sync(file.fd)
         file.entries += len(entries)
 
-    def _give_up(self) -> None:
-        assert self._new is not None
-        self._files.close(self._new.fd)
-        self._new = None
-        try:
-            self._files.remove(NEW_NAME)
-        except FileNotFoundError:
-            return
-
 
 def read_journal(files: Files, store_id: int, name: str = NAME) -> Iterator[Entries]:
     """All sound entries of a journal file, in pieces. Raises OSError; FileNotFoundError if there is none."""
     fd = files.open(name, os.O_RDONLY)
     try:
         offset = 0
+        size_bytes = files.size_bytes(fd)
         while True:
-            piece = new_entries(_READ_ENTRIES)
-            size_bytes = _read_piece(files, fd, entry_bytes(piece), offset)
-            count = size_bytes // ENTRY_BYTES
+            piece = new_entries(min(_READ_ENTRIES, (size_bytes - offset) // ENTRY_BYTES))
+            count = _read_piece(files, fd, entry_bytes(piece), offset) // ENTRY_BYTES
             if not count:
                 return
             yield sound(piece[:count], store_id)

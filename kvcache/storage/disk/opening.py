@@ -98,8 +98,7 @@ def _open(ours: Claim, settings: DiskSettings, segments: list[Segment], clock_s:
     # Twice as many numbers as slots, so that segments of different lengths find a gap; none costs memory until used.
     table = PageTable(2 * max(pages, there), max(pages, there))
     numbered = Segments(2 * max(pages, there))
-    for segment in segments:
-        numbered.add(segment)
+    numbered.add_all(segments)
     spaces = Spaces()
     replay = Replay(table, numbered, spaces)
     numbered.next_id = max((parsed[0] + 1 for parsed in map(parse_name, files.names()) if parsed), default=0)

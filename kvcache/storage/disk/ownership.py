@@ -10,8 +10,10 @@ end    `release`, or the end of the process: the kernel gives the lock back, als
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -25,6 +27,8 @@ from headrace.kvcache.storage.disk.journal import NAME as JOURNAL
 from headrace.kvcache.storage.disk.journal import NEW_NAME as NEW_JOURNAL
 from headrace.kvcache.storage.disk.record import FORMAT
 from headrace.kvcache.storage.page_store import StoreRefused
+
+log = logging.getLogger(__name__)
 
 FORMAT_NAME: Final = "format"
 OWNER_NAME: Final = "owner"
@@ -78,6 +82,11 @@ class Claim:
         self._owner_fd = owner_fd
 
     def release(self) -> None:
+        """Say that nobody has it, and give it back."""
+        try:
+            self.files.truncate(self._owner_fd, 0)
+        except OSError as error:
+            log.warning("the cache directory %s goes on naming this process as its owner: %s", self.path, say(error))
         os.close(self._owner_fd)
         os.close(self.files.directory_fd)
 
@@ -155,7 +164,12 @@ def boot_id() -> str:
 def _lock(path: str, files: Files) -> Claim:
     form = read_format(files, path)
     if form is None:
-        strangers = [name for name in files.names() if name not in _IGNORED]
+        names = files.names()
+        strangers = [name for name in names if name not in _IGNORED]
+        if JOURNAL in names:
+            raise StoreRefused(
+                f"the cache directory {path} has lost its file {FORMAT_NAME!r}: remove it and start anew"
+            )
         if strangers:
             raise StoreRefused(
                 f"the directory {path} holds {strangers[0]!r} and no page cache: name an empty or a new directory"
@@ -173,6 +187,12 @@ def _lock(path: str, files: Files) -> Claim:
 
 
 def _take_lock(path: str, files: Files, owner_fd: int) -> None:
+    # The directory too, where that can be locked: the file may be removed by somebody who thinks that it is stale.
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(files.directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DirectoryOwned(path, read_owner(files)) from error
     try:
         fcntl.flock(owner_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

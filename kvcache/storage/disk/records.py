@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_RUN_PAGES: Final = 256
 """A vectored call takes 1024 buffers, of which a page needs two."""
+WRITE_BYTES: Final = 1 << 20
+"""A read that comes meanwhile waits for no more of each write under way."""
 _ZEROS: Final = 1 << 20
 
 
@@ -68,16 +70,20 @@ class Records:
             self._spare.append(block)
 
     def write(self, run: Run, pages: Sequence[PageId], source: Sequence[memoryview]) -> None:
-        """Write a run of records from host pages. Raises OSError."""
+        """Write a run of records from host pages, about a megabyte a call. Raises OSError."""
         assert len(pages) == len(source) == run.count <= MAX_RUN_PAGES
         block = self._borrow()
         try:
             headers = _headers(block, run.count)
             for header, page, payload in zip(headers, pages, source):
                 seal(header, page, payload)
-            buffers = [part for pair in zip(headers, source) for part in pair]
+            record_bytes = run.segment.record_bytes
             offset = run.segment.offset(run.first)
-            self._write(run.segment, buffers, offset)
+            each = max(1, WRITE_BYTES // record_bytes)
+            for start in range(0, run.count, each):
+                end = min(start + each, run.count)
+                buffers = [part for pair in zip(headers[start:end], source[start:end]) for part in pair]
+                self._write(run.segment, buffers, offset + start * record_bytes)
         finally:
             self._spare.append(block)
 

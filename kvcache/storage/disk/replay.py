@@ -17,7 +17,7 @@ from headrace.kvcache.storage.disk.spaces import Spaces
 from headrace.kvcache.storage.disk.table import FREE as SLOT_FREE
 from headrace.kvcache.storage.disk.table import LIVE, TAKEN, PageTable, group_mix
 
-_PUBLISH: Final = 1 << 18
+_PIECE: Final = 1 << 18
 
 
 class Replay:
@@ -50,10 +50,11 @@ class Replay:
             self._spaces.clear(number, generation)
         table = self._table
         table.tick = max(1, int(table.ticks.max(initial=0)))
-        live = self._drop_duplicates(self._drop_cleared(np.flatnonzero(table.states == LIVE)))
+        self._drop_cleared()
+        live = self._drop_duplicates(np.flatnonzero(table.states == LIVE))
         table.states[live] = TAKEN
-        for start in range(0, len(live), _PUBLISH):
-            table.publish(live[start : start + _PUBLISH])
+        for start in range(0, len(live), _PIECE):
+            table.publish(live[start : start + _PIECE])
 
     def _take_slots(self, entries: Entries) -> None:
         if not len(entries):
@@ -61,6 +62,7 @@ class Replay:
         ids = entries["segment"].astype(np.int64)
         self._segments.next_id = max(self._segments.next_id, int(ids.max()) + 1)
         self.generation = max(self.generation, int(entries["generation"].max()))
+        self._spaces.skip(int(entries["space"].max()))
         slots = self._segments.numbers(ids, entries["slot"].astype(np.int64))
         if slots.min() < 0:
             entries, slots = entries[slots >= 0], slots[slots >= 0]
@@ -82,19 +84,20 @@ class Replay:
         table.states[slots] = np.where(entries["op"] == PAGE, LIVE, SLOT_FREE)
         np.maximum.at(table.ticks, slots, entries["tick"].astype(np.uint32))
 
-    def _drop_cleared(self, live: I64) -> I64:
-        """Free the slots whose namespace nobody knows or has been cleared since; the others."""
+    def _drop_cleared(self) -> None:
+        """Free the slots whose namespace nobody knows or has been cleared since."""
         table = self._table
         numbers, cleared = self._spaces.cleared()
-        spaces = table.spaces[live].astype(np.int64)
-        if not len(numbers):
-            table.states[live] = SLOT_FREE
-            return live[:0]
-        which = np.minimum(np.searchsorted(numbers, spaces), len(numbers) - 1)
-        counts = (numbers[which] == spaces) & (table.generations[live] >= cleared[which].astype(np.uint64))
-        table.states[live[~counts]] = SLOT_FREE
-        kept: I64 = live[counts]
-        return kept
+        high = max((segment.end for segment in self._segments), default=0)
+        for start in range(0, high, _PIECE):
+            piece = slice(start, min(start + _PIECE, high))
+            if not len(numbers):
+                table.states[piece] = SLOT_FREE
+                continue
+            spaces = table.spaces[piece].astype(np.int64)
+            which = np.minimum(np.searchsorted(numbers, spaces), len(numbers) - 1)
+            counts = (numbers[which] == spaces) & (table.generations[piece] >= cleared[which].astype(np.uint64))
+            table.states[piece][~counts] = SLOT_FREE
 
     def _drop_duplicates(self, live: I64) -> I64:
         """Where several slots have one key (one was evicted, which no entry says, and the page written again), the

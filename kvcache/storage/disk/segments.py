@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -99,14 +99,16 @@ class Segments:
 
     def add(self, segment: Segment) -> bool:
         """Number its slots; False if there is no room for so many numbers in a row."""
-        for index, (start, count) in enumerate(self._gaps):
-            if count >= segment.slots:
-                segment.base = start
-                self._gaps[index] = (start + segment.slots, count - segment.slots)
-                self._by_base.append(segment)
-                self._number()
-                return True
-        return False
+        placed = self._place(segment)
+        self._number()
+        return placed
+
+    def add_all(self, segments: Sequence[Segment]) -> None:
+        """Number the slots of many: a thousand at once in the time of a few."""
+        for segment in segments:
+            if not self._place(segment):
+                raise ValueError(f"no room for the slots of {segment.name}")
+        self._number()
 
     def drop(self, segment: Segment) -> None:
         """Take it out; its numbers may be given to another."""
@@ -139,12 +141,21 @@ class Segments:
 
     def runs(self, slots: I64) -> Iterator[Run]:
         """Cut slots, in their order, where they stop being adjacent or the segment changes."""
+        if not len(slots):
+            return
         which = np.searchsorted(self._bases, slots, "right") - 1
-        cuts = np.flatnonzero((np.diff(slots) != 1) | (np.diff(which) != 0)) + 1
-        edges = [0, *cuts.tolist(), len(slots)]
-        for start, end in pairwise(edges):
-            if end > start:
-                yield Run(self._by_base[int(which[start])], int(slots[start]), start, end - start)
+        cuts = np.flatnonzero((slots[1:] != slots[:-1] + 1) | (which[1:] != which[:-1])) + 1
+        for start, end in pairwise([0, *cuts.tolist(), len(slots)]):
+            yield Run(self._by_base[int(which[start])], int(slots[start]), start, end - start)
+
+    def _place(self, segment: Segment) -> bool:
+        for index, (start, count) in enumerate(self._gaps):
+            if count >= segment.slots:
+                segment.base = start
+                self._gaps[index] = (start + segment.slots, count - segment.slots)
+                self._by_base.append(segment)
+                return True
+        return False
 
     def _number(self) -> None:
         self._by_base.sort(key=lambda segment: segment.base)

@@ -66,6 +66,10 @@ class Spaces:
         if number not in self._by_number:
             self._keep(Space(number, namespace, model)).written = True
 
+    def skip(self, number: int) -> None:
+        """Don't give this number to a namespace: pages have it, of a namespace that the journal has lost."""
+        self._next = max(self._next, number + 1)
+
     def clear(self, number: int, generation: int) -> None:
         """Pages of an earlier generation don't count. A number that nobody knows has no pages either."""
         space = self._by_number.get(number)

@@ -94,6 +94,8 @@ class DiskStore:
         self._grow_not_before_s = 0.0
         self._growth_fault = ""
         self._faults_logged = 0
+        self._tick_of_write = 0
+        self._last_written = b""
         self._read_pages = self._read_bytes = self._written_pages = self._written_bytes = 0
         self._deleted_pages = self._corrupt_pages = self._failed_reads = self._failed_writes = 0
 
@@ -181,6 +183,8 @@ class DiskStore:
         table = self._table
         with self._lock:
             np.subtract.at(table.pins, slots, np.uint16(1))
+            if (table.states[slots] == LIVE).all():
+                return
             last = np.unique(slots[table.pins[slots] == 0])
             self._allocator.give_back(last[table.states[last] == LEAVING])
             erasing = last[table.states[last] == ERASING]
@@ -192,6 +196,7 @@ class DiskStore:
 
     def put(self, run: PageRun, source: Sequence[memoryview]) -> Put:
         with self._lock:
+            self._advance(run)
             slots = self._table.find(run.group, run.keys)
             there = slots[slots >= 0]
             self._table.ticks[there] = self._table.tick
@@ -244,8 +249,10 @@ class DiskStore:
                 return "the pages were deleted while they were written"
             # Another write of the same pages may have come first: then these are not needed.
             late = self._table.find(group, keys) >= 0
-            self._table.publish(slots[~late])
-            self._allocator.give_back(slots[late])
+            if late.any():
+                self._allocator.give_back(slots[late])
+                slots = slots[~late]
+            self._table.publish(slots)
         return ""
 
     def _reserve(self, record_bytes: int, count: int) -> tuple[I64, str]:
@@ -394,6 +401,12 @@ class DiskStore:
                 direct_io=len(self._segments) > 0 and all(segment.direct for segment in self._segments),
             )
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless index and allocator agree (invariant 1)."""
+        with self._lock:
+            self._table.check()
+            self._allocator.check()
+
     def tidy(self) -> None:
         if not self.failure:
             self._upkeep.tidy()
@@ -412,6 +425,14 @@ class DiskStore:
     def _use(self, slots: I64) -> None:
         self._table.use(slots)
         self._upkeep.unsaved += len(slots)
+
+    def _advance(self, run: PageRun) -> None:
+        """Make a new chain younger than the one written before; pieces of one chain, and what a touch came before, are
+        of one age, so that the beginning of a chain is never older than its end."""
+        if self._tick_of_write == self._table.tick and run.parents[:KEY_BYTES] != self._last_written:
+            self._table.use(np.zeros(0, np.int64))
+        self._tick_of_write = self._table.tick
+        self._last_written = run.keys[-KEY_BYTES:]
 
     def _next_generation(self) -> int:
         self._generation += 1

@@ -121,6 +121,15 @@ class PageTable:
         entries["op"] = PAGE
         return entries
 
+    def check(self) -> None:
+        """Raise AssertionError unless every live page, and nothing else, is found under its key."""
+        live = np.flatnonzero(self.states == LIVE)
+        assert len(live) == self.pages, f"{len(live)} pages are live, {self.pages} were counted"
+        assert (self._hash.find(self.keys[live]) == live).all(), "a live page is not found"
+        assert self._hash.entries == len(live), "the hash table has a key of no page"
+        assert not self.pins[self.states < LIVE].any(), "a slot without a page is pinned"
+        assert not self.unsaved[self.states != LIVE].any()
+
 
 def mixed(group: int, keys: bytes) -> U64:
     """16-byte keys as two words each, the group mixed in: uint64 [n, 2]."""

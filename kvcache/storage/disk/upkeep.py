@@ -7,6 +7,7 @@ copied into a new one, a few thousand under the lock at a time, while writes go 
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -88,8 +89,8 @@ class Upkeep:
                     entries = self.entries(slots)
                 copied = copied and self._journal.copy(entries)
             # Once more: without its namespace a page does not count, so one damaged entry must not lose them all.
-            if copied and self._journal.copy(spaces):
-                self._journal.end_compaction()
+            if not (copied and self._journal.copy(spaces) and self._journal.end_compaction()):
+                raise OSError(errno.EIO, "writes could not be entered into the new one")
         finally:
             self._journal.abandon_compaction()
 
