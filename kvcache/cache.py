@@ -39,7 +39,8 @@ from headrace.kvcache.prefetch import (
     PrefillMs,
     span_of,
 )
-from headrace.kvcache.radix import Dropped, Lease, RadixIndex
+from headrace.kvcache.radix import RadixIndex
+from headrace.kvcache.radix_nodes import Dropped, Lease
 from headrace.kvcache.storage.client import StorageClient
 from headrace.kvcache.storage.protocol import Written, pages_per_message
 from headrace.ops.wire import I32

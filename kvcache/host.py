@@ -17,7 +17,8 @@ from collections import deque
 from typing import Literal, NamedTuple, TypeAlias
 
 from headrace.kvcache.pool import Fence, Owner, PagePool
-from headrace.kvcache.radix import Dropped, Lease, RadixIndex, Span
+from headrace.kvcache.radix import RadixIndex
+from headrace.kvcache.radix_nodes import Dropped, Lease, Span
 from headrace.ops.wire import I32
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]

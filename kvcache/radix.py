@@ -25,80 +25,13 @@ leases is a set of whole subtrees.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.radix_nodes import Dropped, Lease, Lru, Match, Node, Span, is_device_leaf, is_host_leaf
 from headrace.ops.wire import I32
-
-
-class Node:
-    """A run of pages below its parent's. `device`: int32 [groups, d]; `host`: int32 [groups, h]."""
-
-    __slots__ = (
-        *("children", "device", "device_children", "filled_by", "hits", "host", "host_children", "key", "last_step"),
-        *("leases", "length", "parent", "pending", "used"),
-    )
-
-    def __init__(self, parent: Node | None, key: bytes, length: int, device: I32, host: I32) -> None:
-        self.parent = parent
-        self.key = key
-        """Its token ids as bytes; a root's is its namespace."""
-        self.length = length
-        """Pages of the run, n."""
-        self.device = device
-        self.host = host
-        self.pending = host.shape[1]
-        """Pages that are on the host, or being copied there."""
-        self.filled_by: NDArray[np.int64] = np.full(device.shape[1], -1, np.int64)
-        """int64 [d]: the step whose launch made each device page matchable."""
-        self.children: dict[bytes, Node] = {}
-        self.device_children = self.host_children = 0
-        """Children with pages in the tier."""
-        self.leases = 0
-        self.hits = 0
-        """How often a request has matched through it."""
-        self.used = 0
-        self.last_step = -1
-        """The last launched step that reads or writes these pages, as far as released leases have said."""
-
-
-class Lease:
-    """A hold on the path from the root to the end of `node`: its pages stay in a tier from which they can be read."""
-
-    __slots__ = ("node", "num_pages")
-
-    def __init__(self, node: Node, num_pages: int) -> None:
-        self.node = node
-        self.num_pages = num_pages
-
-
-class Match(NamedTuple):
-    """The longest stored prefix: its first pages are on the device, the others on the host."""
-
-    lease: Lease
-    device: I32
-    """int32 [groups, d]"""
-    host: I32
-    """int32 [groups, h]: the pages that follow."""
-
-
-class Dropped(NamedTuple):
-    """Pages that left a tier: int32 [groups, k] each. They must outlive `last_step`."""
-
-    device: I32
-    host: I32
-    last_step: int
-
-
-class Span(NamedTuple):
-    """Pages [start, end) of a path, counted from its root."""
-
-    start: int
-    end: int
 
 
 class RadixIndex:
@@ -109,8 +42,8 @@ class RadixIndex:
         self._none: I32 = np.zeros((groups, 0), np.int32)
         self._roots: dict[bytes, Node] = {}
         self._tick = 0
-        self._device_lru = _Lru(_is_device_leaf)
-        self._host_lru = _Lru(_is_host_leaf)
+        self._device_lru = Lru(is_device_leaf)
+        self._host_lru = Lru(is_host_leaf)
         self.num_nodes = 0
         self.device_pages = self.host_pages = 0
         self.evictable_device_pages = self.evictable_host_pages = 0
@@ -602,45 +535,3 @@ class RadixIndex:
             return
         self._device_lru.push(node, self.num_nodes)
         self._host_lru.push(node, self.num_nodes)
-
-
-def _is_device_leaf(node: Node) -> bool:
-    return not node.leases and node.parent is not None and node.device.shape[1] > 0 and not node.device_children
-
-
-def _is_host_leaf(node: Node) -> bool:
-    return not node.leases and node.parent is not None and node.host.shape[1] > 0 and not node.host_children
-
-
-class _Lru:
-    """The leaves of a tier in the order of their last use. Entries that are no longer true are skipped when met, and
-    swept out when they outnumber the nodes."""
-
-    def __init__(self, is_leaf: Callable[[Node], bool]) -> None:
-        self._is_leaf = is_leaf
-        self._heap: list[tuple[int, int, Node]] = []
-        self._pushes = 0
-
-    def push(self, node: Node, nodes: int = 1 << 62) -> None:
-        """Offer a node; `nodes` is how many there are."""
-        if not self._is_leaf(node):
-            return
-        self._pushes += 1
-        heapq.heappush(self._heap, (node.used, self._pushes, node))
-        if len(self._heap) > 2 * nodes + 64:
-            live = {
-                id(entry[2]): entry for entry in self._heap if entry[2].used == entry[0] and self._is_leaf(entry[2])
-            }
-            self._heap = list(live.values())
-            heapq.heapify(self._heap)
-
-    def pop(self) -> Node | None:
-        """The leaf that was unused for longest."""
-        while self._heap:
-            used, _, node = heapq.heappop(self._heap)
-            if node.used == used and self._is_leaf(node):
-                return node
-        return None
-
-    def clear(self) -> None:
-        self._heap.clear()

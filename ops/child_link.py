@@ -54,6 +54,10 @@ class ChildLink:
     def pid(self) -> int:
         return self._child.pid
 
+    def kill(self) -> None:
+        """End it now, as when it hangs; `on_close` follows."""
+        self._child.kill()
+
     def close(self) -> None:
         """Kill and reap; harmless twice."""
         self._closed = True

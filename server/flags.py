@@ -214,7 +214,6 @@ _CHUNK: Final = "use --chunked-prefill-size TOKENS."
 _CONTEXT: Final = "use --context-length TOKENS."
 _FRACTION: Final = "use --mem-fraction-static FRACTION, or --max-total-tokens TOKENS."
 _ONE_DEVICE: Final = "the model runs on one device for now."
-_NO_TIERS: Final = "the KV cache lives in the device's memory alone for now; --max-total-tokens sets its size."
 _RUNNING: Final = "use --max-running-requests REQUESTS."
 _OF_THE_FILE: Final = "tokenizer, template and shape are read from the model file."
 
@@ -237,7 +236,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     "--no-async-scheduling": "use --disable-overlap-schedule.",
     "--enable-prefix-caching": "prefixes are reused already; --disable-radix-cache turns that off.",
     "--no-enable-prefix-caching": "use --disable-radix-cache.",
-    "--kv-offloading-size": _NO_TIERS,
+    "--kv-offloading-size": "use --hicache-size GB.",
     "--uvicorn-log-level": "use --log-level LEVEL.",
     "--tokenizer": _OF_THE_FILE,
     "--trust-remote-code": "code from a model's folder is never run; leave the flag out.",
@@ -246,12 +245,6 @@ FOREIGN: Final[Mapping[str, str]] = {
     "--tp": _ONE_DEVICE,
     "--dp-size": _ONE_DEVICE,
     "--tokenizer-path": _OF_THE_FILE,
-    "--enable-hierarchical-cache": _NO_TIERS,
-    "--hicache-ratio": _NO_TIERS,
-    "--hicache-size": _NO_TIERS,
-    "--hicache-write-policy": _NO_TIERS,
-    "--hicache-storage-backend": _NO_TIERS,
-    "--hicache-storage-prefetch-policy": _NO_TIERS,
     "--enable-metrics": "/metrics is always there; leave the flag out.",
     "--enable-cache-report": "cached tokens are always reported; leave the flag out.",
     "--allow-auto-truncate": "a prompt that is too long is refused with both lengths, nothing is cut unseen.",
@@ -277,7 +270,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     "-sm": _ONE_DEVICE,
     "--split-mode": _ONE_DEVICE,
     "--fit": "memory is always fitted before loading; --mem-fraction-static sets the share.",
-    "--cache-ram": _NO_TIERS,
+    "--cache-ram": "use --hicache-size GB.",
     "--api-key-file": "put the key into the environment as HEADRACE_API_KEY.",
     "--chat-template-file": "use --chat-template FILE.",
     "--jinja": "chat templates are always Jinja; leave the flag out.",

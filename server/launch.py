@@ -17,8 +17,7 @@ from typing import Final
 import uvloop
 from rich.console import Console
 
-from headrace.kvcache.storage.protocol import MAX_MESSAGE_BYTES
-from headrace.ops.child_link import ChildLink
+from headrace.kvcache.storage.agent_process import AgentProcess
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import GroupShape, RingGeometry, Start
@@ -157,11 +156,9 @@ async def _serve(
         except OSError as error:
             raise DeviceUnavailable(f"the device worker can't be started: {error}") from error
 
-    async def connect_storage() -> ChildLink:
+    async def connect_storage() -> AgentProcess:
         assert descriptor is not None
-        arguments = ["--host-pool", str(descriptor)]
-        module, name = "headrace.kvcache.storage.agent", "the storage agent"
-        return ChildLink(module, name, arguments, [descriptor], MAX_MESSAGE_BYTES)
+        return AgentProcess(descriptor)
 
     async def load_text() -> LoadedText:
         # The worker's process has been started by now: the two load side by side.

@@ -15,7 +15,6 @@ end    with the connection
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +114,7 @@ class OracleDevice:
         reply: Callable[[Reply], None],
         vocab: int,
         costs: Sequence[StepCost] = (),
-        host_pool: bytearray | mmap.mmap | None = None,
+        host_pool: bytearray | None = None,
     ) -> None:
         self._ring = ring
         self._reply = reply

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.kvcache.radix import Dropped, Lease, RadixIndex, Span
+from headrace.kvcache.radix import RadixIndex
+from headrace.kvcache.radix_nodes import Dropped, Lease, Span
 from headrace.ops.wire import I32
 
 PAGE = 2

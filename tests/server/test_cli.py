@@ -39,7 +39,7 @@ def test_serve_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixt
         (["serve", "--max-model-len", "4096"], "use --context-length TOKENS"),
         (["serve", "--gpu-memory-utilization=0.9"], "use --mem-fraction-static FRACTION"),
         (["serve", "-np", "4"], "use --max-running-requests"),
-        (["serve", "--hicache-ratio", "2"], "the device's memory alone for now"),
+        (["serve", "--hicache-ratio", "x"], "--hicache-ratio x: give a factor from 0.1 to 1000"),
         (["serve", "--trust-remote-code"], "never run"),
         (["serve", "--max-queued-request", "3"], "Did you mean --max-queued-requests?"),
         (["serve", "--frobnicate"], "`headrace serve --help` lists all"),
