@@ -17,6 +17,8 @@ from headrace.ops.wire import StepCost
 
 TARGET_STEP_MS: Final = 200.0
 """A mixed step's bound where the budget is free: the longest gap between two decode steps."""
+ALONE_STEP_MS: Final = 500.0
+"""The same while nothing decodes: only a newcomer waits, and a larger chunk reads the weights less often."""
 FIXED_BUDGET_TOKENS: Final = 2048
 """Prefill tokens a step where nothing was measured."""
 LONG_STEP_MS: Final = 20.0
@@ -70,10 +72,11 @@ class CostModel:
         else:
             self._decode_factor += _SMOOTHING * (ratio - self._decode_factor)
 
-    def prefill_tokens(self, decode_rows: int, context_tokens: int, step_ms: float) -> int:
-        """Prefill tokens, at this context, that keep a step with these decode rows under `step_ms`; may be <= 0."""
+    def prefill_tokens(self, decode_rows: int, context_tokens: int) -> int:
+        """Prefill tokens, at this context, that keep a step beside these decode rows within its bound; may be <= 0."""
         if not self.measured:
             return FIXED_BUDGET_TOKENS
+        step_ms = TARGET_STEP_MS if decode_rows else ALONE_STEP_MS
         room_ms = step_ms / self._mixed_factor - self.base_ms - self.row_ms * decode_rows
         return int(room_ms / max(self.token_ms + self.pair_ms * context_tokens, 1e-6))
 

@@ -41,7 +41,7 @@ from headrace.kvcache.storage.client import ConnectStorage, StorageClient, Stora
 from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.wire import Backup, Forward, MakePools, Ready, Sample, Start, StepDone
 from headrace.sched.batch import encode
-from headrace.sched.budget import TARGET_STEP_MS, CostModel, LaunchClock
+from headrace.sched.budget import CostModel, LaunchClock
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.device import Device, EngineFailed
 from headrace.sched.executors.protocol import Connect
@@ -276,7 +276,7 @@ class Engine:
             prefetch_cancelled_pages=prefetch.cancelled,
             prefetch_declined_pages=prefetch.declined,
             prefetch_waited_ms=prefetch.waited_ms,
-            prefill_budget_tokens=self._budget(0, 0),
+            prefill_budget_tokens=self._budget(1, 0),
             last_step_age_ms=device.silent_s * 1e3 if self._in_flight else 0.0,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
@@ -438,7 +438,7 @@ class Engine:
         """Prefill tokens beside these decode rows: never none, so that prompts go on however long a decode step is."""
         tokens = self._options.prefill_tokens
         if not tokens:
-            measured = self._costs.prefill_tokens(decode_rows, context_tokens, TARGET_STEP_MS)
+            measured = self._costs.prefill_tokens(decode_rows, context_tokens)
             tokens = max(measured, self._options.layout.page_tokens)
         return min(tokens, self._options.max_chunk_tokens)
 
