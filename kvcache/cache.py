@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.host import Copied, Copy, HostTier, WritePolicy
-from headrace.kvcache.identity import PrefixKey
+from headrace.kvcache.identity import PageHash, PrefixKey
 from headrace.kvcache.layout import KvLayout
 from headrace.kvcache.pool import Fence, Owner, PagePool
 from headrace.kvcache.prefetch import (
@@ -98,6 +98,7 @@ class KvCache:
         host_pages: int = 0,
         write_policy: WritePolicy = "write_through",
         copy_pages: int = 16,
+        page_hash: PageHash = "xxh3",
     ) -> None:
         """`num_pages` per group on the device; `host_pages` in all, 0 for none; `copy_pages` bounds one copy. Without
         `reuse` nothing is ever matched (`--disable-radix-cache`)."""
@@ -105,6 +106,7 @@ class KvCache:
         assert len(num_pages) == groups
         self.layout = layout
         self._reuse = reuse
+        self._page_hash: PageHash = page_hash
         self._pools = [PagePool(count) for count in num_pages]
         self._index = RadixIndex(layout.page_tokens, groups)
         self._host = HostTier(self._index, groups, host_pages, write_policy, copy_pages) if host_pages else None
@@ -242,7 +244,7 @@ class KvCache:
             return
         namespace, raw = self._index.path_of(done.lease)
         tokens = np.frombuffer(raw, np.int32)
-        key = PrefixKey(namespace, self.layout.page_tokens, tokens, len(tokens))
+        key = PrefixKey(namespace, self.layout.page_tokens, tokens, len(tokens), self._page_hash)
         # The lease stays until every write has been acknowledged: host pages that storage reads are not evicted.
         self._writes += 1
         transfer, left = self._writes, len(done.spans) * len(self._pools)

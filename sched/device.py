@@ -73,6 +73,13 @@ class Device:
         self._connection: Connection | None = None
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._last_sign_s = self._loop.time()
+        self._lost_at_s: float | None = None
+        """When the last life ended, until the next one is ready."""
+
+    @property
+    def pid(self) -> int:
+        """Of the worker's process; 0 where there is none, or none now."""
+        return self._connection.pid if self._connection is not None else 0
 
     @property
     def ring(self) -> BatchRing:
@@ -122,6 +129,8 @@ class Device:
         if not self._lost.done():
             self.ready = None
             self.phase, self.message, self.progress = "restarting", reason, 0.0
+            if self._lost_at_s is None:
+                self._lost_at_s = self._loop.time()
             self._lost.set_result(reason)
 
     def begins_work(self) -> None:
@@ -168,6 +177,9 @@ class Device:
                 case Ready() as ready:
                     self.ready = ready
                     self.phase, self.message, self.progress = "ready", "", 1.0
+                    if self._lost_at_s is not None:
+                        log.warning("the device is ready again after %.1f s", self._loop.time() - self._lost_at_s)
+                        self._lost_at_s = None
                     self._on_ready(ready)
                 case Refused() as refused:
                     raise EngineFailed(refused.message)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from headrace.kvcache.cache import KvCache
 from headrace.kvcache.host import WritePolicy
-from headrace.kvcache.identity import PrefixKey, namespace
+from headrace.kvcache.identity import PageHash, PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageLimits, StorageRefused
@@ -86,6 +86,9 @@ class EngineOptions(msgspec.Struct, frozen=True):
     """Launch step n+1 before n is collected."""
     reuse: bool = True
     """Match prefixes in the index."""
+    salt_key: bytes = b""
+    """Secret under which salts are hashed."""
+    page_hash: PageHash = "xxh3"
     host_pages: int = 0
     """Pages of the host tier, all groups together; 0 for none."""
     write_policy: WritePolicy = "write_through"
@@ -126,6 +129,7 @@ class Engine:
             options.host_pages,
             options.write_policy,
             max(1, MAX_COPY_BYTES // max(options.layout.page_bytes(group) for group in range(groups))),
+            options.page_hash,
         )
         self._scheduler = Scheduler(
             self._cache,
@@ -210,10 +214,11 @@ class Engine:
                 self._retry_after_s(queued_tokens),
             )
         key = PrefixKey(
-            namespace(self._options.fingerprint, submit.adapter, submit.cache_salt),
+            self.namespace(submit.adapter, submit.cache_salt),
             self._options.layout.page_tokens,
             submit.prompt_ids,
             prompt_tokens,
+            self._options.page_hash,
         )
         self._orders += 1
         request = Request(submit, key, self._orders, self._loop.time())
@@ -226,6 +231,11 @@ class Engine:
             request.prefetch = self._cache.prefetch(key, submit.prefetch_policy or None)
         scheduler.enqueue(request)
         self._wake.set()
+
+    def namespace(self, adapter: str, salt: str) -> bytes:
+        """The 16-byte root under which requests with this adapter and salt share pages."""
+        options = self._options
+        return namespace(options.fingerprint, adapter, salt, options.salt_key, options.page_hash)
 
     def abort(self, request: int) -> None:
         """End a request now, in whatever stage it is; no effect if it is unknown or has ended."""
@@ -251,6 +261,7 @@ class Engine:
             message=device.message,
             progress=device.progress,
             device_name=device.ready.device_name if device.ready else "",
+            worker_pid=device.pid,
             numerics=device.ready.numerics if device.ready else "",
             running=scheduler.running,
             waiting=len(scheduler.waiting),

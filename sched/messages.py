@@ -154,6 +154,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     progress: float
     """Of the phase, 0..1."""
     device_name: str
+    worker_pid: int
+    """Of the device worker's process; 0 where there is none, or none now."""
     numerics: str
     """See `ops.wire.Ready.numerics`."""
     running: int

@@ -67,6 +67,7 @@ SchedulePolicy: TypeAlias = Literal["fcfs"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
+PageHash: TypeAlias = Literal["xxh3", "sha256"]
 StorageBackend: TypeAlias = Literal["disk", "memory", "none"]
 
 _SWITCH: Final = Rule(bool, "no value: it is a switch", lambda value: type(value) is bool)
@@ -111,6 +112,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "disk_cache_dir": _text("the path of a directory", r".+"),
     "disk_cache_size": _text("a size such as 500MB, 20GB or 1.5TB", r"[0-9]+(\.[0-9]+)?([kK]|[mM]|[gG]|[tT])[bB]"),
     "disk_cache_fsync": _SWITCH,
+    "page_hash": _one_of(PageHash),
     "max_running_requests": _whole(1, 1024),
     "max_queued_requests": _whole(1, 1_000_000),
     "max_queued_tokens": _whole(1, 1 << 31),
@@ -169,6 +171,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_cache_dir: str | None = None
     disk_cache_size: str | None = None
     disk_cache_fsync: bool = False
+    page_hash: PageHash = "xxh3"
     max_running_requests: int = 64
     max_queued_requests: int = 512
     max_queued_tokens: int | None = None

@@ -88,6 +88,9 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
             "Default: no disk tier.",
         ),
         Flag("disk_cache_size", "SIZE", "Hard bound of the disk tier, such as 20GB. Default: 20GB."),
+        Flag(
+            "page_hash", "POLICY", "How pages are named; sha256 for a store that tenants share who distrust each other."
+        ),
         Flag("disk_cache_fsync", "", "Acknowledge a page only when it would survive a power cut: slower."),
     ),
     "scheduling": (

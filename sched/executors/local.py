@@ -55,6 +55,8 @@ class LocalTransport:
 class LocalConnection:
     """A `Connection` to a device made by `make_device`."""
 
+    pid = 0
+
     def __init__(self, ring: BatchRing, make_device: MakeDevice) -> None:
         self.ring = ring
         self.transport = LocalTransport(ring, make_device)

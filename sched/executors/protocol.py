@@ -24,6 +24,10 @@ class Connection(Protocol):
     def ring(self) -> BatchRing:
         """Its batch slots."""
 
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 where it has none of its own."""
+
     def close(self) -> None:
         """End the device and wait until it has ended: from here on it touches nothing. Harmless twice."""
 

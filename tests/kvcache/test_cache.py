@@ -133,6 +133,18 @@ def test_a_namespace_tells_its_parts_apart() -> None:
     assert len({namespace(b"ab", "c", ""), namespace(b"a", "bc", ""), namespace(b"ab", "", "c")}) == 3
 
 
+def test_sha256_chains_differ_from_xxh3_chains_and_so_do_their_namespaces() -> None:
+    plain = key(*range(8))
+    other = PrefixKey(plain.namespace, 4, plain.tokens, 8, "sha256")
+    assert plain.page_hashes(2) != other.page_hashes(2) and len(other.page_hashes(2)[0]) == 16
+    assert namespace(b"model", "", "") != namespace(b"model", "", "", page_hash="sha256")
+
+
+def test_a_salt_enters_a_namespace_only_through_its_key() -> None:
+    assert namespace(b"model", "", "tenant", b"key one") != namespace(b"model", "", "tenant", b"key two")
+    assert namespace(b"model", "", "", b"key one") == namespace(b"model", "", "", b"key two")
+
+
 def test_a_host_slot_starts_on_a_block_boundary() -> None:
     smol = KvLayout(16, (LayerGroup("full", 0, tuple(range(30)), 3, 64, 2),))
     assert smol.page_bytes(0) == smol.host_slot_bytes(0) == 368_640
