@@ -37,7 +37,9 @@ PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "
 PrefillMs: TypeAlias = Callable[[int, int], float]
 """(tokens, context they begin at) → ms that computing them would take now."""
 
-_SMOOTHING: Final = 0.2
+_SMOOTHING: Final = 0.4
+_LEAST_WAIT_MS: Final = 0.1
+"""Less is not worth a timer."""
 _PATIENCE: Final = 3.0
 """A piece that takes so many times what was expected is taken for stuck by `adaptive`."""
 
@@ -219,20 +221,22 @@ class Prefetcher:
         spent_ms = (now_s - prefetch.asked_s) * 1e3
         if prefetch.found < 0:
             end = (prefetch.key.length - 1) // page_tokens
-            expected_ms, wait_ms = self._lookup_ms, max(0.0, self._lookup_ms - spent_ms)
             begin = prefetch.first
+            expected_ms = self._lookup_ms + (end - begin) * self._page_ms
+            wait_ms = max(0.0, expected_ms - spent_ms)
         else:
             begin, end = prefetch.first + prefetch.arrived, prefetch.first + prefetch.found
             # Reads of others share the device with this one's.
             wait_ms = (end - begin) * self._page_ms * max(1, self._held_pages / max(1, prefetch.found))
             expected_ms = self._lookup_ms + prefetch.found * self._page_ms
         saved_ms = prefill_ms((end - begin) * page_tokens, begin * page_tokens)
-        stuck = spent_ms > _PATIENCE * expected_ms + 5.0 and spent_ms > saved_ms
-        pays = saved_ms > wait_ms and not stuck
+        # What was expected may be wrong: the wait ends when it has cost what it could save.
+        left_ms = max(saved_ms, _PATIENCE * expected_ms) - spent_ms
+        pays = saved_ms > wait_ms and left_ms > _LEAST_WAIT_MS
         prefetch.reason = f"{end - begin} pages: computing {saved_ms:.1f} ms, waiting {wait_ms:.1f} ms"
-        if pays and prefetch.timer is None:
-            # Looked at again when the wait has cost what it saves.
-            prefetch.timer = self._loop.call_later(saved_ms / 1e3, self._on_change)
+        if prefetch.timer is not None:
+            prefetch.timer.cancel()
+        prefetch.timer = self._loop.call_later(left_ms / 1e3, self._on_change) if pays else None
         return pays
 
     # ------------------------------------------------------------------------------------------------------------
@@ -271,8 +275,11 @@ class Prefetcher:
         prefetch.found = pages
         self.counts.found += pages
         if prefetch.released and not prefetch.waiters:
-            self.counts.cancelled += pages
-            pages = 0
+            # Nobody waits for them. One piece is still read while nothing else is: how fast storage is now would not be
+            # known otherwise, once it has been too slow to wait for.
+            probed = 0 if self._held_pages else min(pages, self._piece_pages)
+            self.counts.cancelled += pages - probed
+            pages = probed
         room = min(int(self._host.pool.num_pages // self._groups * self._options.host_share) - self._held_pages, pages)
         host = self._host.take(max(room, 0))
         if host is None:

@@ -400,3 +400,36 @@ def test_the_parts_of_a_start_add_up() -> None:
         assert started.storage_reason and started.computed_ms_saved == pytest.approx(36 * 0.2, rel=0.5)
 
     play(DISK, scenario)
+
+
+def mean_start_ms(policy: Policy | None, storage: StorageTimes) -> float:
+    """Of sixty requests for what only storage has, the first, from which its speed is learned, among them."""
+    starts: list[float] = []
+
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        for _ in range(60):
+            world.engine.flush_cache()
+            watched = await ask(world)
+            assert watched.started is not None
+            starts.append(watched.started.queue_ms + watched.started.prefill_ms)
+            await asyncio.sleep(0.5)
+
+    shape = msgspec.structs.replace(with_policy(DISK, policy or "adaptive"), storage=storage)
+    play(shape if policy else msgspec.structs.replace(shape, storage_pages=0), scenario)
+    return sum(starts) / len(starts)
+
+
+@pytest.mark.parametrize(
+    "storage", [StorageTimes(20_000, 2000, 1), StorageTimes(1000, 2000, 1), StorageTimes(50, 5000, 1)]
+)
+def test_b20_storage_slower_than_computing_costs_adaptive_next_to_nothing(storage: StorageTimes) -> None:
+    without = mean_start_ms(None, storage)
+    assert mean_start_ms("adaptive", storage) <= 1.05 * without
+    assert mean_start_ms("wait_complete", storage) >= 2 * without, "the damage that it avoids"
+
+
+def test_b20_storage_quicker_than_computing_is_waited_for() -> None:
+    quick = StorageTimes(100, 100, 4)
+    assert mean_start_ms("adaptive", quick) <= 0.3 * mean_start_ms(None, quick)
