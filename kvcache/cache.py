@@ -21,11 +21,14 @@ stays private to this one: its bytes are used by this request alone and go when 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.events import KvEvents
 from headrace.kvcache.host import Copied, Copy, HostTier, WritePolicy
 from headrace.kvcache.identity import PageHash, PrefixKey
 from headrace.kvcache.layout import KvLayout
@@ -44,6 +47,9 @@ from headrace.kvcache.radix_nodes import Dropped, Lease
 from headrace.kvcache.storage.client import StorageClient
 from headrace.kvcache.storage.protocol import Written, pages_per_message
 from headrace.ops.wire import I32
+
+PINNED_SHARE: Final = 0.5
+"""Of the smaller of device and host pool, that pins may hold."""
 
 
 class Holding:
@@ -87,6 +93,23 @@ class CacheStats(msgspec.Struct, frozen=True):
     """Copies not made for lack of host room."""
 
 
+class Held(NamedTuple):
+    """Pages of a prefix: from the first on, on the device and on the host; and in either, as a request would match."""
+
+    device: int
+    host: int
+    indexed: int
+
+
+class Cleared(NamedTuple):
+    """Pages dropped from each tier, and pages of it that stay because something holds them."""
+
+    device: int
+    device_kept: int
+    host: int
+    host_kept: int
+
+
 class KvCache:
     """Pools and index of one model on one device, and its host tier."""
 
@@ -118,6 +141,9 @@ class KvCache:
         """Leases on what storage is writing, by transfer; None where the device was lost meanwhile."""
         self._writes = 0
         self._on_change: Callable[[], None] = lambda: None
+        self.events = KvEvents(self._index, layout.page_tokens, page_hash)
+        self._pins: dict[int, Lease] = {}
+        self._last_pin = 0
         self.stored_pages = self.unstored_pages = 0
         """Pages that storage acknowledged, and that it did not take."""
 
@@ -253,11 +279,13 @@ class KvCache:
         pool.open_transfer(transfer)
         most = pages_per_message(self.layout.page_tokens)
 
-        def written(reply: Written) -> None:
+        def written(group: int, start: int, end: int, reply: Written) -> None:
             nonlocal left
             left -= 1
             self.stored_pages += reply.stored
             self.unstored_pages += len(reply.dropped)
+            if not group:
+                self.events.stored_in_storage(key, start, end, reply.dropped)
             if not left:
                 lease = self._writing.pop(transfer)
                 if lease is not None:
@@ -270,7 +298,8 @@ class KvCache:
             assert end - start <= most, "a copy is cut smaller than a message"
             for group in range(len(self._pools)):
                 host = done.host[group, at : at + end - start]
-                self._storage.write(group, span_of(key, start, end, group), host, written)
+                done_one = partial(written, group, start, end)
+                self._storage.write(group, span_of(key, start, end, group), host, done_one)
             at += end - start
 
     # ------------------------------------------------------------------------------------------------------------
@@ -304,20 +333,77 @@ class KvCache:
         return PrefetchCounts() if self._prefetcher is None else self._prefetcher.counts
 
     # ------------------------------------------------------------------------------------------------------------
+    # Control
+
+    def held(self, key: PrefixKey) -> Held:
+        """Which of the key's whole pages are where; changes nothing."""
+        raw = key.raw(0, key.length // key.page_tokens)
+        device, indexed = self._index.peek(key.namespace, raw)
+        return Held(device, self._index.host_prefix(key.namespace, raw), indexed)
+
+    def warm(self, key: PrefixKey) -> Prefetch | None:
+        """Bring what storage has of a prefix to the host, for no request yet; None if there is nothing to bring."""
+        if self._prefetcher is None or not self._reuse:
+            return None
+        return self._prefetcher.begin(key, key.length // key.page_tokens, "wait_complete")
+
+    @property
+    def pinned_pages(self) -> int:
+        """Pages that pins hold; one that two pins hold counts twice."""
+        return sum(lease.num_pages for lease in self._pins.values())
+
+    def pin_limit(self, longest_pages: int) -> int:
+        """Pages that pins may hold, so that a request of `longest_pages` can still run, and the host still works.
+
+        A page counts whichever tier it is in: one that only the host has comes to the device with the next request.
+        """
+        smallest = self.capacity_pages
+        if self._host is not None:
+            smallest = min(smallest, self._host.pool.num_pages // len(self._pools))
+        return max(0, min(int(smallest * PINNED_SHARE), self.capacity_pages - longest_pages))
+
+    def pin(self, key: PrefixKey) -> tuple[int, int]:
+        """Keep what device and host have of a prefix, until `unpin`: `(pin, pages)`."""
+        lease, _, _ = self._index.acquire(key.namespace, key.raw(0, key.length // key.page_tokens))
+        self._last_pin += 1
+        self._pins[self._last_pin] = lease
+        return self._last_pin, lease.num_pages
+
+    def pages_of_pin(self, pin: int) -> int:
+        """Fewer than at first when the device has been lost since."""
+        return self._pins[pin].num_pages
+
+    def unpin(self, pin: int) -> None:
+        """The pages of a pin may be evicted again, as if just used."""
+        self._index.release(self._pins.pop(pin), -1)
+
+    # ------------------------------------------------------------------------------------------------------------
     # Clearing and checking
 
-    def flush(self) -> tuple[int, int]:
-        """Drop every page that nobody leases, in every tier: `(dropped, kept)`, in device pages."""
-        dropped = self._index.evictable_device_pages
-        self._drop(self._index.evict_device(dropped))
-        if self._host is not None:
+    def flush(self, device: bool = True, host: bool = True) -> Cleared:
+        """Drop every page that nobody leases from these tiers."""
+        before = self._index.device_pages, self._index.host_pages
+        if device:
+            self._drop(self._index.evict_device(self._index.evictable_device_pages))
+        if host and self._host is not None:
             self._drop(self._index.evict_host(self._index.evictable_host_pages))
-        return dropped, self._index.device_pages
+        return self._cleared(*before)
+
+    def clear(self, key: PrefixKey, device: bool, host: bool) -> Cleared:
+        """The same for a prefix and what continues it; all of the namespace where the key has no tokens."""
+        before = self._index.device_pages, self._index.host_pages
+        raw = key.raw(0, key.length // key.page_tokens)
+        if raw or not key.length:
+            self._drop(self._index.drop(key.namespace, raw, device, host and self._host is not None))
+        return self._cleared(*before)
 
     def forget_device(self) -> None:
         """The device and its pages are gone, and it has ended. Every holding must have been closed. What the host has
         stays."""
         assert not self._holdings, "requests still hold pages of a device that is gone"
+        pinned = {number: self._index.path_of(pin) for number, pin in self._pins.items()}
+        for pin in self._pins.values():
+            self._index.release(pin, -1, touch=False)
         if self._host is None:
             self._index.clear()
         else:
@@ -330,6 +416,8 @@ class KvCache:
             self._host.drop(self._index.forget_device(), tuple(self._writing))
         for pool in self._pools:
             pool.reset()
+        # A pin goes on with what the host has of its prefix.
+        self._pins = {number: self._index.acquire(*path).lease for number, path in pinned.items()}
 
     def stats(self) -> CacheStats:
         """Counts, for metrics."""
@@ -355,7 +443,7 @@ class KvCache:
         holdings = list(self._holdings.values())
         copies = self._host.leases if self._host is not None else []
         writes = [lease for lease in self._writing.values() if lease is not None]
-        self._index.check([*(holding.lease for holding in holdings), *copies, *writes])
+        self._index.check([*(holding.lease for holding in holdings), *copies, *writes, *self._pins.values()])
         nodes = list(self._index.nodes())
         for group, pool in enumerate(self._pools):
             pool.check()
@@ -370,6 +458,10 @@ class KvCache:
 
     def _matchable_pages(self, key: PrefixKey) -> int:
         return (key.length - 1) // key.page_tokens if self._reuse else 0
+
+    def _cleared(self, device_before: int, host_before: int) -> Cleared:
+        device, host = self._index.device_pages, self._index.host_pages
+        return Cleared(device_before - device, device, host_before - host, host)
 
     def _evict(self, count: int) -> None:
         """Make room for `count` pages; under write-back, what the host lacks is copied first and room comes later."""

@@ -25,13 +25,31 @@ leases is a set of whole subtrees.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.kvcache.radix_nodes import Dropped, Lease, Lru, Match, Node, Span, is_device_leaf, is_host_leaf
+from headrace.kvcache.radix_nodes import (
+    Change,
+    Dropped,
+    Lease,
+    Lru,
+    Match,
+    Node,
+    Span,
+    is_device_leaf,
+    is_host_leaf,
+    path_to,
+    subtree,
+)
 from headrace.ops.wire import I32
+
+_DEVICE_STORED: Final = Change(True, "device")
+_DEVICE_REMOVED: Final = Change(False, "device")
+_HOST_STORED: Final = Change(True, "host")
+_HOST_REMOVED: Final = Change(False, "host")
 
 
 class RadixIndex:
@@ -41,6 +59,8 @@ class RadixIndex:
         self._page_bytes = page_tokens * 4
         self._none: I32 = np.zeros((groups, 0), np.int32)
         self._roots: dict[bytes, Node] = {}
+        self.listener: Callable[[Change, Node, int, int], None] | None = None
+        """Told of pages [start, end) of a node that came to a tier or left it; None while nobody wants to know."""
         self._tick = 0
         self._device_lru = Lru(is_device_leaf)
         self._host_lru = Lru(is_host_leaf)
@@ -64,6 +84,19 @@ class RadixIndex:
         on_device = 0 if missing else min(child.device.shape[1], common)
         return pages - missing + on_device, pages + common
 
+    def host_prefix(self, namespace: bytes, raw: bytes) -> int:
+        """Pages from the first on that the host has, of the longest stored prefix of `raw`; changes nothing."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        node, _, child, common = self._walk(root, raw)
+        pages = 0
+        for step in path_to(node)[1:]:
+            pages += len(step.host[0])
+            if len(step.host[0]) < step.length:
+                return pages
+        return pages if child is None else pages + min(common, len(child.host[0]))
+
     def acquire(self, namespace: bytes, raw: bytes) -> Match:
         """Lease the longest stored prefix of `raw`."""
         root = self._roots.get(namespace)
@@ -86,7 +119,7 @@ class RadixIndex:
 
     def path_of(self, lease: Lease) -> tuple[bytes, bytes]:
         """`(namespace, token ids as bytes)` of a lease's path."""
-        root, *path = self._path(lease.node)
+        root, *path = path_to(lease.node)
         return root.key, b"".join(node.key for node in path)
 
     def held_alone(self, lease: Lease) -> int:
@@ -132,7 +165,7 @@ class RadixIndex:
     def load(self, lease: Lease, pages: I32, step: int) -> None:
         """The pages of the lease's path that only the host has are brought to these device pages by `step`."""
         at = 0
-        for node in self._path(lease.node):
+        for node in path_to(lease.node):
             missing = node.length - node.device.shape[1]
             if missing:
                 self._set_device(node, pages[:, at : at + missing], step)
@@ -168,6 +201,7 @@ class RadixIndex:
             self.host_pages += new.length
             self.evictable_host_pages += new.length
             self._offer(new)
+            self._tell(_HOST_STORED, new, 0, new.length)
         elif node.parent is None:
             self._offer(node)
         return taken
@@ -205,7 +239,7 @@ class RadixIndex:
         spans: list[Span] = []
         pages: list[I32] = [self._none]
         depth = 0
-        for node in self._path(lease.node):
+        for node in path_to(lease.node):
             early = node.filled_by > completed_step
             end = int(early.argmax()) if early.any() else len(early)
             count = min(end - node.pending, most)
@@ -222,7 +256,7 @@ class RadixIndex:
     def end_backup(self, lease: Lease, spans: list[Span], pages: I32 | None) -> None:
         """The host has the pages of these spans in `pages` (int32 [groups, k]), or the copy was given up (None)."""
         at, depth, queue = 0, 0, list(spans)
-        for node in self._path(lease.node):
+        for node in path_to(lease.node):
             while queue and queue[0].start < depth + node.length:
                 span = queue[0]
                 count = min(span.end, depth + node.length) - span.start
@@ -230,6 +264,7 @@ class RadixIndex:
                 if pages is not None:
                     node.host = np.concatenate((node.host, pages[:, at : at + count]), axis=1)
                     self.host_pages += count
+                    self._tell(_HOST_STORED, node, node.host.shape[1] - count, node.host.shape[1])
                 else:
                     self._give_up(node, count)
                 at += count
@@ -248,13 +283,8 @@ class RadixIndex:
         dropped: list[Dropped] = []
         while count > 0 and (node := self._device_lru.pop()) is not None:
             keep = max(0, node.device.shape[1] - count)
-            pages = node.device[:, keep:]
-            count -= pages.shape[1]
-            lost = self._prune(node) if node.host.shape[1] < node.length else []
-            self._cut_device(node, keep)
-            dropped.append(Dropped(pages, self._none, node.last_step))
-            dropped.extend(lost)
-            self._settle(node)
+            count -= node.device.shape[1] - keep
+            dropped.extend(self._drop_device(node, keep))
         return dropped
 
     def evict_host(self, count: int) -> list[Dropped]:
@@ -262,11 +292,31 @@ class RadixIndex:
         dropped: list[Dropped] = []
         while count > 0 and (node := self._host_lru.pop()) is not None:
             keep = max(0, node.host.shape[1] - count)
-            pages = node.host[:, keep:]
-            count -= pages.shape[1]
-            self._cut_host(node, keep)
-            dropped.append(Dropped(self._none, pages, node.last_step))
-            self._settle(node)
+            count -= node.host.shape[1] - keep
+            dropped.append(self._drop_host(node, keep))
+        return dropped
+
+    def drop(self, namespace: bytes, raw: bytes, device: bool, host: bool) -> list[Dropped]:
+        """Take from these tiers what nobody leases of the prefix `raw` and of all that continues it, and the prefix's
+        own pages back to where another one branches off. An empty `raw` is the whole namespace."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return []
+        node, pages, child, common = self._walk(root, raw)
+        if child is not None and common:
+            node = self._split(child, common)
+            pages += common
+        if pages * self._page_bytes < len(raw):
+            return []
+        # The ends first; then the prefix itself, from its end to the root.
+        order = [*subtree(node)[:0:-1], *path_to(node)[::-1]]
+        dropped: list[Dropped] = []
+        for step in order:
+            if device and is_device_leaf(step):
+                dropped.extend(self._drop_device(step, 0))
+        for step in order:
+            if host and is_host_leaf(step):
+                dropped.append(self._drop_host(step, 0))
         return dropped
 
     def coldest(self, count: int) -> tuple[int, list[Lease]]:
@@ -280,7 +330,7 @@ class RadixIndex:
             pages = min(count, node.device.shape[1])
             count -= pages
             if node.host.shape[1] < node.device.shape[1]:
-                leases.append(Lease(node, sum(step.length for step in self._path(node))))
+                leases.append(Lease(node, sum(step.length for step in path_to(node))))
             else:
                 ready += pages
         for node in seen:
@@ -298,6 +348,10 @@ class RadixIndex:
     def clear(self) -> None:
         """Forget everything in every tier; no lease may be out."""
         assert not any(root.leases for root in self._roots.values()), "leases are out"
+        if self.listener is not None:
+            for node in self.nodes():
+                self._tell(_DEVICE_REMOVED, node, 0, node.device.shape[1])
+                self._tell(_HOST_REMOVED, node, 0, node.host.shape[1])
         self._roots.clear()
         self._device_lru.clear()
         self._host_lru.clear()
@@ -309,22 +363,17 @@ class RadixIndex:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes, roots included, parents first."""
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        for root in self._roots.values():
+            yield from subtree(root)
 
     def check(self, leases: list[Lease]) -> None:
         """Raise AssertionError unless the tree is well formed and its counts are those of `leases`."""
         held: dict[int, int] = {}
         for lease in leases:
-            node: Node | None = lease.node
-            depth = 0
-            while node is not None:
+            path = path_to(lease.node)
+            for node in path:
                 held[id(node)] = held.get(id(node), 0) + 1
-                depth += node.length
-                node = node.parent
+            depth = sum(node.length for node in path)
             assert depth == lease.num_pages, f"a lease of {lease.num_pages} pages ends at depth {depth}"
         counts = [0, 0, 0, 0, 0]
         for node in self.nodes():
@@ -376,13 +425,6 @@ class RadixIndex:
         right = np.frombuffer(raw, np.int32, size // 4, at)
         return int((left != right).argmax()) * 4 // self._page_bytes
 
-    def _path(self, node: Node) -> list[Node]:
-        """From the root to `node`."""
-        path = [node]
-        while path[-1].parent is not None:
-            path.append(path[-1].parent)
-        return path[::-1]
-
     def _match(self, node: Node, pages: int) -> Match:
         self._tick += 1
         device: list[I32] = []
@@ -404,10 +446,8 @@ class RadixIndex:
         return np.concatenate(runs[::-1], axis=1) if runs else self._none
 
     def _hold_path(self, node: Node) -> None:
-        step: Node | None = node
-        while step is not None:
+        for step in path_to(node):
             self._hold(step)
-            step = step.parent
 
     def _hold(self, node: Node) -> None:
         if not node.leases:
@@ -466,8 +506,29 @@ class RadixIndex:
         self.device_pages += count
         if not node.leases:
             self.evictable_device_pages += count
+        self._tell(_DEVICE_STORED, node, node.device.shape[1] - count, node.device.shape[1])
+
+    def _tell(self, change: Change, node: Node, start: int, end: int) -> None:
+        if self.listener is not None and end > start:
+            self.listener(change, node, start, end)
+
+    def _drop_device(self, node: Node, keep: int) -> list[Dropped]:
+        """Take all but the first `keep` device pages of a leaf; and what continues them, where the host lacks them."""
+        pages = node.device[:, keep:]
+        lost = self._prune(node) if node.host.shape[1] < node.length else []
+        self._cut_device(node, keep)
+        self._settle(node)
+        return [Dropped(pages, self._none, node.last_step), *lost]
+
+    def _drop_host(self, node: Node, keep: int) -> Dropped:
+        """Take all but the first `keep` host pages of a leaf."""
+        pages = node.host[:, keep:]
+        self._cut_host(node, keep)
+        self._settle(node)
+        return Dropped(self._none, pages, node.last_step)
 
     def _cut_device(self, node: Node, keep: int) -> None:
+        self._tell(_DEVICE_REMOVED, node, keep, node.device.shape[1])
         gone = node.device.shape[1] - keep
         self.device_pages -= gone
         if not node.leases:
@@ -477,6 +538,7 @@ class RadixIndex:
             node.parent.device_children -= 1
 
     def _cut_host(self, node: Node, keep: int) -> None:
+        self._tell(_HOST_REMOVED, node, keep, node.host.shape[1])
         gone = node.host.shape[1] - keep
         self.host_pages -= gone
         if not node.leases:
@@ -495,11 +557,12 @@ class RadixIndex:
     def _prune(self, node: Node) -> list[Dropped]:
         """Drop everything below a node, all of it on the host: what it continues is about to go."""
         dropped: list[Dropped] = []
-        stack = list(node.children.values())
-        while stack:
-            below = stack.pop()
+        gone = subtree(node)[1:]
+        for below in gone:
+            # While the paths still stand.
+            self._tell(_HOST_REMOVED, below, 0, below.host.shape[1])
+        for below in gone:
             assert not below.leases and not below.device.shape[1]
-            stack.extend(below.children.values())
             dropped.append(Dropped(self._none, below.host, below.last_step))
             self.host_pages -= below.host.shape[1]
             self.evictable_host_pages -= below.host.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,11 +71,36 @@ class Dropped(NamedTuple):
     last_step: int
 
 
+class Change(NamedTuple):
+    """What happened to pages of a node, for whoever listens to the index."""
+
+    stored: bool
+    """Else they were removed."""
+    tier: Literal["device", "host"]
+
+
 class Span(NamedTuple):
     """Pages [start, end) of a path, counted from its root."""
 
     start: int
     end: int
+
+
+def path_to(node: Node) -> list[Node]:
+    """From the root to `node`."""
+    path = [node]
+    while path[-1].parent is not None:
+        path.append(path[-1].parent)
+    return path[::-1]
+
+
+def subtree(node: Node) -> list[Node]:
+    """A node and all below it, parents first."""
+    nodes, stack = [], [node]
+    while stack:
+        nodes.append(stack.pop())
+        stack.extend(nodes[-1].children.values())
+    return nodes
 
 
 def is_device_leaf(node: Node) -> bool:

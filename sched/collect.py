@@ -167,6 +167,8 @@ def _started(request: Request) -> Started:
 
 def _prompt_logprobs(want: Want, results: StepResults) -> PromptLogprobs:
     span = slice(want.offset, want.offset + want.count)
+    # Only what has been told is not computed again after a retraction or the loss of a device.
+    want.request.prompt_logprobs_from = max(want.request.prompt_logprobs_from, want.start + want.count)
     return PromptLogprobs(
         request=want.request.submit.request,
         start=want.start,

@@ -42,6 +42,7 @@ from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.wire import Backup, Forward, MakePools, Ready, Sample, Start, StepDone
 from headrace.sched.batch import encode
 from headrace.sched.budget import CostModel, LaunchClock
+from headrace.sched.cache_control import CacheControl
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.device import Device, EngineFailed
 from headrace.sched.executors.protocol import Connect
@@ -159,8 +160,16 @@ class Engine:
         self._storage: StorageClient | None = None
         if options.storage is not None:
             assert connect_storage is not None
-            self._storage = StorageClient(connect_storage, options.storage, options.storage_limits, self._wake.set)
-            self._cache.attach_storage(self._storage, options.prefetch, self._wake.set)
+            changed = self._cache_changed
+            self._storage = StorageClient(connect_storage, options.storage, options.storage_limits, changed)
+            self._cache.attach_storage(self._storage, options.prefetch, changed)
+        self.control = CacheControl(
+            self._cache,
+            lambda salt: self.namespace("", salt),
+            options.page_hash,
+            lambda: self.max_context_tokens,
+            self._storage,
+        )
         self._alarm: asyncio.TimerHandle | None = None
         self._unchecked = False
         self._steps = self._prompt_tokens = self._cached_tokens = 0
@@ -210,7 +219,7 @@ class Engine:
             queued and queued_tokens + prompt_tokens > self._options.max_queued_tokens
         ):
             raise Overloaded(
-                f"{queued} requests with {queued_tokens} tokens are waiting, which is all that may; try again later",
+                f"the queue is full, with {queued_tokens} tokens in requests: {queued}; try again later",
                 self._retry_after_s(queued_tokens),
             )
         key = PrefixKey(
@@ -247,10 +256,9 @@ class Engine:
         if found := self._requests.get(request):
             self._end(found, "stop", n_tokens=n_tokens)
 
-    def flush_cache(self) -> Flushed:
-        """Drop every cached page that no request uses."""
-        dropped, kept = self._cache.flush()
-        return Flushed(dropped_pages=dropped, pinned_pages=kept)
+    def flush_cache(self, device: bool = True, host: bool = True) -> Flushed:
+        """Drop every page of these tiers that nothing holds."""
+        return Flushed(*self._cache.flush(device, host))
 
     def status(self) -> EngineStatus:
         """A snapshot; can be asked at any time."""
@@ -342,6 +350,11 @@ class Engine:
         self._free_ring = list(range(self._options.start.ring.slots))
         self._wake.set()
 
+    def _cache_changed(self) -> None:
+        """A read or a write of the lower tiers is over: a waiting request may go on, and who controls the cache."""
+        self._wake.set()
+        self.control.changed()
+
     def _device_lost(self, reason: str) -> None:
         """Its pages are void: what ran on them fails, what waits goes on when a device is back."""
         self._in_flight.clear()
@@ -352,6 +365,7 @@ class Engine:
             ended = Finished(request.submit.request, "error", self._outputs(request), message)
             self._pending_ends.append(ended)
         self._cache.complete_step(self._next_step - 1)
+        self.control.changed()
         self._tell_ends()
 
     async def _execute(self) -> None:
@@ -426,6 +440,7 @@ class Engine:
             self._cache.copied(transfer)
         if not self._in_flight:
             self._pump()
+        self.control.changed()
 
     def _collect(self, done: StepDone) -> None:
         launched = self._in_flight.popleft()

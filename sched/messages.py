@@ -208,10 +208,13 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class Flushed(msgspec.Struct, frozen=True):
-    """What `flush_cache` did: pages given back, and pages kept because requests are using them."""
+    """What `flush_cache` did: pages given back, and pages kept because requests, copies, writes or pins hold them."""
 
     dropped_pages: int
+    """Of the device, as is `pinned_pages`."""
     pinned_pages: int
+    dropped_host_pages: int = 0
+    pinned_host_pages: int = 0
 
 
 class Overloaded(Exception):

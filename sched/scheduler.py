@@ -121,7 +121,6 @@ class Scheduler:
             request, slot = chunk.request, chunk.request.slot
             table.computed[slot] = chunk.end
             table.last_step[slot] = step
-            request.prompt_logprobs_from = max(request.prompt_logprobs_from, chunk.wants_to)
             self.computed_tokens += chunk.tokens
             self.publish(request, chunk.end)
             if chunk.samples:

@@ -10,6 +10,12 @@ end    delete .venv
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Until `main` has a sentence for Ctrl-C, it ends this in silence.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import fcntl
 import hashlib
@@ -215,6 +221,8 @@ def main() -> int:
     parser.add_argument("--dev", action="store_true", help="with the tools that the tests need")
     dev = bool(parser.parse_args().dev)
     environment = Environment(Path(__file__).resolve().parent.parent)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         check_platform(platform.system(), platform.machine())
         locked(environment.root, lambda: environment.prepare(dev))

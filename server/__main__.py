@@ -2,7 +2,7 @@
 
 import sys
 
-from headrace.server.cli import main
+from headrace.server.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

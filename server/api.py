@@ -11,27 +11,27 @@ end    with the server
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import msgspec
 from aiohttp import web
 
 from headrace.server.access import Keys
-from headrace.server.body import decode, read_body
+from headrace.server.body import check_parts, decode, read_body
 from headrace.server.emit import Emitter
 from headrace.server.engine_api import EngineApi
 from headrace.server.errors import bad_request, context_length_exceeded, model_not_found
 from headrace.server.generation import MAX_PENDING_BYTES, Running, Terms
 from headrace.server.in_flight import InFlight
 from headrace.server.metrics import Metrics
-from headrace.server.openai_requests import GenerationFields
+from headrace.server.openai_requests import GenerationFields, prefetch_policy
 from headrace.server.readiness import Readiness
 from headrace.server.sampling import Vocabulary
 from headrace.server.text import TextService
 
 DEFAULT_MODEL_NAME: Final = "default"
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,12 +40,13 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str
     host: str
     max_running_requests: int
+    max_queued_requests: int = 1024
     api_keys: tuple[str, ...] = ()
     admin_api_key: str | None = None
     request_timeout_s: float = 0.0
     """0 is none."""
     max_body_bytes: int = 16 << 20
-    """Decoding JSON takes 1 ms per MB, on the loop."""
+    """Decoding takes 1 ms per MB of text, on the loop; values are limited by their number (`body.MAX_PARTS`)."""
     stall_s: float = 60.0
     """How long a client may leave a full socket unread."""
     max_pending_bytes: int = MAX_PENDING_BYTES
@@ -64,7 +65,7 @@ class Api:
         self.metrics = Metrics(engine.status)
         self.emitter = Emitter(engine, self.metrics)
         engine.sink = self.emitter.sink
-        self.running = Running(engine, self.emitter)
+        self.running = Running(engine, self.emitter, settings.max_queued_requests)
         self.readiness = Readiness(engine.status)
         self.in_flight = InFlight(self.metrics.in_flight)
         self.keys = Keys(settings.api_keys, settings.admin_api_key)
@@ -106,7 +107,7 @@ class Api:
         n = 1 if n is None else n
         if n > self.settings.max_running_requests:
             raise bad_request(
-                f"`n` is {n}, but this server runs {self.settings.max_running_requests} requests at a time "
+                f"`n` is {n}; at most {self.settings.max_running_requests} run at a time here "
                 "(--max-running-requests).",
                 "n",
                 "invalid_value",
@@ -125,7 +126,7 @@ class Api:
             message = f"`{prompt_param}` is empty: there must be at least one token."
             raise bad_request(message, prompt_param, "empty_prompt")
         if prompt_tokens >= limit:
-            raise context_length_exceeded(prompt_tokens, 1 if asked is None else asked, limit, prompt_param)
+            raise context_length_exceeded(prompt_tokens, asked, limit, prompt_param)
         if asked is None:
             room = limit - prompt_tokens
             return room if default is None else min(default, room)
@@ -134,6 +135,7 @@ class Api:
         return asked
 
     def terms(self, fields: GenerationFields, request: web.Request) -> Terms:
+        """What holds for a request as a whole. Raises ApiError 400."""
         own_s, asked_s = self.settings.request_timeout_s, fields.timeout_s
         limits = [limit_s for limit_s in (own_s, asked_s) if limit_s]
         salts = [salt for salt in (self.keys.salt(request), fields.cache_salt) if salt]
@@ -141,13 +143,16 @@ class Api:
             cache_salt=":".join(salts),
             priority=fields.priority or 0,
             return_cached_details=bool(fields.return_cached_tokens_details),
+            prefetch_policy=prefetch_policy(fields.prefetch_policy),
             deadline_ms=min(limits) * 1000 if limits else 0.0,
         )
 
     async def body(self, request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
         """A request's body, decoded. Raises ApiError."""
         grow = partial(self.in_flight.grow, request)
-        return decode(await read_body(request, self.settings.max_body_bytes, grow), decoder)
+        data = await read_body(request, self.settings.max_body_bytes, grow)
+        await check_parts(data, cast("type[msgspec.Struct]", decoder.type))
+        return decode(data, decoder)
 
 
 API: Final = web.AppKey("api", Api)

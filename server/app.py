@@ -23,7 +23,8 @@ from aiohttp import hdrs, web
 
 from headrace.server.access import Access, check_host, is_loopback
 from headrace.server.api import API, Api, api_of
-from headrace.server.control import abort_request, flush_cache
+from headrace.server.cache_control import clear, events, flush_cache, lookup, pin, unpin, warm
+from headrace.server.control import abort_request
 from headrace.server.errors import ApiError, bad_request, internal_error, method_not_allowed, not_found
 from headrace.server.native import generate
 from headrace.server.openai_chat import chat_completions
@@ -69,6 +70,12 @@ ROUTES: Final = (
     Route("GET", "/metrics", metrics, serves=False),
     Route("GET POST", "/flush_cache", flush_cache, Access.ADMIN),
     Route("POST", "/reset_prefix_cache", flush_cache, Access.ADMIN),
+    Route("POST", "/cache/lookup", lookup, Access.ADMIN),
+    Route("POST", "/cache/warm", warm, Access.ADMIN),
+    Route("POST", "/cache/pin", pin, Access.ADMIN),
+    Route("POST", "/cache/unpin", unpin, Access.ADMIN),
+    Route("POST", "/cache/clear", clear, Access.ADMIN),
+    Route("GET", "/cache/events", events, Access.ADMIN),
     Route("POST", "/abort_request", abort_request, serves=False),
 )
 _ROUTE_OF: Final = {route.handler: route for route in ROUTES}

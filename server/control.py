@@ -1,4 +1,4 @@
-"""What changes the server: dropping its cache, aborting requests."""
+"""What changes the course of requests: aborting them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,6 @@ class AbortRequest(msgspec.Struct):
 
 
 _abort_decoder: Final = msgspec.json.Decoder(AbortRequest)
-
-
-async def flush_cache(request: web.Request) -> web.Response:
-    """Drop every cached page that no request uses; says what was dropped and what could not be. Harmless twice."""
-    flushed = api_of(request).engine.flush_cache()
-    message = f"{flushed.dropped_pages} pages dropped"
-    if flushed.pinned_pages:
-        message += f"; {flushed.pinned_pages} are in use by running requests and stay"
-    return json_answer(
-        {
-            "success": True,
-            "message": message,
-            "dropped_pages": flushed.dropped_pages,
-            "pinned_pages": flushed.pinned_pages,
-        }
-    )
 
 
 async def abort_request(request: web.Request) -> web.Response:

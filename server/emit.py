@@ -23,7 +23,7 @@ from headrace.sched.messages import Finished, FinishReason, StepDeltas
 from headrace.server.engine_api import EngineApi
 from headrace.server.metrics import Metrics
 from headrace.server.output_text import OutputOptions, OutputText, Piece, Scores
-from headrace.server.streams import ChoiceStream, Finish
+from headrace.server.streams import ChoiceStream, EndReason, Finish
 from headrace.server.tokenizer import Tokenizer
 
 SLICE_S: Final = 0.001
@@ -105,7 +105,7 @@ class Emitter:
         """What comes for this request is dropped."""
         self._outputs.pop(request, None)
 
-    def fail(self, request: int, reason: FinishReason, message: str) -> None:
+    def fail(self, request: int, reason: EndReason, message: str) -> None:
         """End a choice from the server's side; what it has got so far still reaches its reader."""
         output = self._outputs.pop(request, None)
         if output is not None:

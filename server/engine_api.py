@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from headrace.sched.cache_control import CacheControl
 from headrace.sched.messages import EngineStatus, Flushed, StepDeltas, Submit
 
 
 class EngineApi(Protocol):
-    """All calls are made on the event loop; none of them waits, but for `run`."""
+    """All calls are made on the event loop; none of them waits, but for `run` and what `control` has that says so."""
 
     sink: Callable[[StepDeltas], None]
     """Called after each step that gave something. It only takes note: the engine collects and launches first."""
+
+    @property
+    def writing(self) -> bool:
+        """Whether cached pages are on their way to the host or to storage: at the end they are worth a wait."""
 
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises Overloaded or NeverFits."""
@@ -27,8 +32,12 @@ class EngineApi(Protocol):
     def conclude(self, request: int, n_tokens: int) -> None:
         """End a request after `n_tokens` outputs, since a stop string was found; no effect if it is finished."""
 
-    def flush_cache(self) -> Flushed:
-        """Drop every cached page that no request uses."""
+    @property
+    def control(self) -> CacheControl:
+        """The cache, for those who look into it and change it."""
+
+    def flush_cache(self, device: bool = True, host: bool = True) -> Flushed:
+        """Drop every page of these tiers that nothing holds."""
 
     def status(self) -> EngineStatus:
         """A snapshot; can be asked at any time, also while loading and after a failure."""

@@ -14,6 +14,8 @@ import msgspec
 STATUS_ABORTED: Final = 499
 """Not in the registry of HTTP statuses, but what proxies and servers use for "ended by the client's side"."""
 
+DRAINING_RETRY_AFTER_S: Final = 10
+
 
 class ErrorBody(msgspec.Struct, frozen=True):
     """All four keys are required by OpenAI's schema, also when they are null."""
@@ -60,17 +62,20 @@ def unsupported(message: str, param: str) -> ApiError:
 
 
 def context_length_exceeded(
-    prompt_tokens: int, max_tokens: int, limit_tokens: int, param: str, at_least: bool = False
+    prompt_tokens: int, max_tokens: int | None, limit_tokens: int, param: str, at_least: bool = False
 ) -> ApiError:
-    """`at_least`: the prompt was refused by its size, before its tokens were counted to the last one."""
+    """`max_tokens`: as the request says; None where it says nothing. `at_least`: the prompt was refused by its size,
+    before its tokens were counted to the last one."""
     prompt = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
-    return ApiError(
-        400,
-        f"This model's context is {limit_tokens} tokens: the prompt has {prompt} and max_tokens is {max_tokens}, "
-        f"{prompt_tokens + max_tokens} together. Shorten the prompt or lower max_tokens.",
-        param=param,
-        code="context_length_exceeded",
-    )
+    if max_tokens is None:
+        what = f"the prompt has {prompt}, and an answer needs at least one. Shorten the prompt."
+    else:
+        what = (
+            f"the prompt has {prompt} and max_tokens is {max_tokens}, {prompt_tokens + max_tokens} together. "
+            "Shorten the prompt or lower max_tokens."
+        )
+    message = f"This model's context is {limit_tokens} tokens: {what}"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def unauthorized() -> ApiError:
@@ -142,6 +147,11 @@ def not_ready(message: str, code: str, retry_after_s: int) -> ApiError:
     return ApiError(
         503, message, kind="service_unavailable_error", code=code, headers={"Retry-After": str(retry_after_s)}
     )
+
+
+def draining(message: str) -> ApiError:
+    """The server is leaving: another one, or the next, may take the request."""
+    return not_ready(message, "server_draining", DRAINING_RETRY_AFTER_S)
 
 
 def overloaded(message: str, retry_after_s: int) -> ApiError:

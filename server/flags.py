@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -67,14 +68,22 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
     ),
     "tiers of the KV cache": (
         Flag("enable_hierarchical_cache", "", "Keep KV that the device lets go of in host memory."),
-        Flag("hicache_ratio", "FACTOR", "Size of the host tier as a multiple of the device's. Default: 2, if it fits."),
+        Flag(
+            "hicache_ratio",
+            "FACTOR",
+            "Size of the host tier as a multiple of the device's. Default: 2, less where memory is short.",
+        ),
         Flag("hicache_size", "GB", "Size of the host tier; counts before --hicache-ratio. Default: from the ratio."),
         Flag(
             "hicache_write_policy",
             "POLICY",
             "When KV is copied down: at once, when it is used again, or when the device evicts it.",
         ),
-        Flag("hicache_storage_backend", "BACKEND", "What stands behind the host tier. Default: disk with its flags."),
+        Flag(
+            "hicache_storage_backend",
+            "BACKEND",
+            "What stands behind the host tier. Default: disk if it has a directory, else none.",
+        ),
         Flag("hicache_storage_prefetch_policy", "POLICY", "How long a request waits for pages from storage."),
         Flag(
             "hicache_storage_backend_extra_config",
@@ -121,7 +130,11 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
         Flag("skip_server_warmup", "", "Be ready sooner, with a slow first request and a guessed prefill chunk."),
         Flag("watchdog_timeout", "SECONDS", "Restart the device worker when one step takes longer than this."),
         Flag("log_level", "LEVEL", "Least serious messages to print."),
-        Flag("drain_timeout_s", "SECONDS", "After Ctrl-C or SIGTERM: time for running requests to end."),
+        Flag(
+            "drain_timeout_s",
+            "SECONDS",
+            "After Ctrl-C or SIGTERM: time for running requests to end, and for cached pages to be written.",
+        ),
     ),
 }
 
@@ -179,6 +192,10 @@ class Manual(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
+_IGNORED_VALUE: Final = re.compile(r"ignored explicit argument '(.*)'", re.DOTALL)
+"""argparse's words."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence, without the list of all flags before it."""
 
@@ -192,6 +209,8 @@ class Parser(argparse.ArgumentParser):
         flag = name.partition("/")[0]
         if reason == "expected one argument" and (rule := RULES.get(flag.removeprefix("--").replace("-", "_"))):
             raise BadSetting(f"{flag} needs a value: give {rule.allowed}.")
+        if value := _IGNORED_VALUE.fullmatch(reason):
+            raise BadSetting(f"{flag} is a switch and takes no value: leave `={value[1]}` out.")
         raise BadSetting(message)
 
 

@@ -14,16 +14,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
+from headrace.kvcache.prefetch import PrefetchPolicy
 from headrace.ops.wire import I32
 from headrace.sched.device import EngineFailed
 from headrace.sched.messages import NeverFits, Overloaded, SamplingParams, Submit
 from headrace.server.emit import Emitter
 from headrace.server.engine_api import EngineApi
-from headrace.server.errors import aborted, bad_request, duplicate_request, not_ready, overloaded
+from headrace.server.errors import ApiError, aborted, bad_request, draining, duplicate_request, not_ready, overloaded
 from headrace.server.output_text import OutputOptions
 from headrace.server.sampling import choice_seed
 from headrace.server.streams import StreamGroup
@@ -48,6 +49,8 @@ class Terms(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     priority: int = 0
     return_cached_details: bool = False
+    prefetch_policy: PrefetchPolicy | Literal[""] = ""
+    """"" is the server's."""
     deadline_ms: float = 0.0
 
 
@@ -59,7 +62,8 @@ class Generation:
         self.arrived_s = arrived_s
         self._running = running
         self._handles: list[int] = []
-        self._aborted: str | None = None
+        self._refusal: ApiError | None = None
+        """Why nothing may be submitted any more."""
 
     def submit(
         self,
@@ -71,13 +75,22 @@ class Generation:
         keep_ids: bool = False,
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> StreamGroup:
-        """Queue every choice, or none. Raises ApiError 503 (overloaded), 400 (can never fit), 499 (aborted before)."""
+        """Queue every choice, or none.
+
+        Raises ApiError 400 (can never fit, or never wait), 499 (aborted before), 503 (overloaded, stopping).
+        """
         assert not self._handles, "submitted once"
-        if self._aborted is not None:
-            raise aborted(self._aborted)
-        group = StreamGroup(
-            sum(job.n for job in jobs), eager=eager, max_pending_bytes=max_pending_bytes, keep_ids=keep_ids
-        )
+        if self._refusal is not None:
+            raise self._refusal
+        count, most = sum(job.n for job in jobs), self._running.max_queued
+        if count > most:
+            raise bad_request(
+                f"The request has {count} choices, prompts times `n`, but only {most} may wait at a time here "
+                "(--max-queued-requests). Send fewer in one request.",
+                "n",
+                "invalid_value",
+            )
+        group = StreamGroup(count, eager=eager, max_pending_bytes=max_pending_bytes, keep_ids=keep_ids)
         choices = [(job, choice) for job in jobs for choice in range(job.n)]
         try:
             for stream, (job, choice) in zip(group.streams, choices):
@@ -93,12 +106,12 @@ class Generation:
             raise bad_request(str(error), code="context_length_exceeded") from None
         return group
 
-    def abort(self, message: str) -> None:
+    def abort(self, message: str, reason: Literal["abort", "draining"] = "abort") -> None:
         """End every choice that runs, or will: their streams end with the message."""
-        self._aborted = message
+        self._refusal = aborted(message) if reason == "abort" else draining(message)
         for handle in self._handles:
             self._running.engine.abort(handle)
-            self._running.emitter.fail(handle, "abort", message)
+            self._running.emitter.fail(handle, reason, message)
 
     def leave(self) -> None:
         """Nobody reads any more."""
@@ -111,9 +124,11 @@ class Generation:
 class Running:
     """The requests that are being answered, by id."""
 
-    def __init__(self, engine: EngineApi, emitter: Emitter) -> None:
+    def __init__(self, engine: EngineApi, emitter: Emitter, max_queued: int) -> None:
         self.engine = engine
         self.emitter = emitter
+        self.max_queued = max_queued
+        """Choices that the engine lets wait: a request that has more could never be submitted."""
         self._generations: dict[str, Generation] = {}
         self._last_handle = 0
 
@@ -145,10 +160,10 @@ class Running:
         generation.abort(message)
         return True
 
-    def abort_all(self, message: str) -> int:
+    def abort_all(self, message: str, reason: Literal["abort", "draining"] = "abort") -> int:
         """Abort every request; how many there were."""
         for generation in self._generations.values():
-            generation.abort(message)
+            generation.abort(message, reason)
         return len(self._generations)
 
 
@@ -165,5 +180,6 @@ def _message(handle: int, job: PromptJob, choice: int, terms: Terms) -> Submit:
         cache_salt=terms.cache_salt,
         priority=terms.priority,
         return_cached_details=terms.return_cached_details,
+        prefetch_policy=terms.prefetch_policy,
         deadline_ms=terms.deadline_ms,
     )

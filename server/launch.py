@@ -3,6 +3,10 @@
 Order is for whoever waits. The port comes first, so that a busy one fails before anything is loaded; then the header
 (40 ms), so that a model that can't run, or doesn't fit, is refused before a process is started; then the worker, which
 imports torch for a second, while this process builds the tokenizer beside it.
+
+A model that must be downloaded takes minutes, in which nobody would answer at a port that is listened on: probes would
+hang. So the port is tried, given back for the download, in which probes are refused, and then taken for good. Should
+another program have taken it meanwhile, that is the same sentence as at the start, and the model is cached.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import uvloop
 from rich.console import Console
 
 from headrace.kvcache.storage.agent_process import AgentProcess
-from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.config import ModelConfig, UnsupportedModel
 from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import GroupShape, RingGeometry, Start
 from headrace.sched.batch import max_batch_bytes
@@ -26,15 +30,17 @@ from headrace.sched.engine import Engine, EngineOptions
 from headrace.sched.executors.protocol import DeviceUnavailable
 from headrace.sched.executors.worker_process import WorkerProcess
 from headrace.server.api import Api, ApiSettings
-from headrace.server.config import Settings
+from headrace.server.config import BadSetting, Settings
 from headrace.server.fingerprint import model_fingerprint
 from headrace.server.hardware import read_hardware
 from headrace.server.host_pool import HostPool
 from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
-from headrace.server.models import NotCached, fetch_model, resolve, shown_progress
+from headrace.server.models import NotCached, about, fetch_model, resolve, shown_progress
+from headrace.server.salt_key import salt_key
 from headrace.server.sizing import DoesNotFit, MemoryPlan, memory_table, plan_memory
 from headrace.server.text import TextService
 from headrace.server.tiering import TierPlan, plan_tiers
+from headrace.server.tokenizer import BadTokenizer, check_vocabulary
 
 NO_TIERS: Final = TierPlan()
 RING_SLOTS: Final = 3
@@ -49,16 +55,16 @@ def serve(settings: Settings) -> int:
     """
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        sock = bind(settings.host, settings.port)
+        sock, path = port_and_model(settings)
     except CannotListen as problem:
         print(f"headrace: {problem}", file=sys.stderr)
         return 1
     with sock:
-        path = model_file(settings)
         hardware = read_hardware()
         file = GgufFile.open(path)
         try:
             model = ModelConfig.from_gguf(file)
+            check_tokenizer(file, path)
             plan = plan_memory(model, settings, hardware)
             fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization)
             tiers = plan_tiers(settings, plan, hardware, fingerprint)
@@ -71,13 +77,30 @@ def serve(settings: Settings) -> int:
         return uvloop.run(_serve(sock, settings, path, options, api_settings, template))
 
 
-def model_file(settings: Settings) -> Path:
-    """The model's file, fetched if it has a name that is known and is not cached yet."""
+def port_and_model(settings: Settings) -> tuple[socket.socket, Path]:
+    """A listening socket and the model's file, fetched if it has a name that is known and is not cached yet.
+
+    Raises CannotListen, ModelProblem.
+    """
+    sock = bind(settings.host, settings.port)
     try:
-        return resolve(settings.model_path, settings.cache)
+        return sock, resolve(settings.model_path, settings.cache)
     except NotCached:
-        with shown_progress(sys.stderr) as progress:
-            return fetch_model(settings.model_path, settings.cache, progress)
+        sock.close()
+    except BaseException:
+        sock.close()
+        raise
+    with shown_progress(sys.stderr, about(settings.model_path)) as progress:
+        path = fetch_model(settings.model_path, settings.cache, progress)
+    return bind(settings.host, settings.port), path
+
+
+def check_tokenizer(file: GgufFile, path: Path) -> None:
+    """Raises UnsupportedModel: a vocabulary that can't be used would else be found when the worker has been started."""
+    try:
+        check_vocabulary(file.metadata)
+    except BadTokenizer as error:
+        raise UnsupportedModel(f"{str(path)!r} can't be served: {error}") from None
 
 
 def engine_options(
@@ -117,6 +140,8 @@ def engine_options(
         overlap=not settings.disable_overlap_schedule,
         reuse=not settings.disable_radix_cache,
         host_pages=tiers.host_pages,
+        salt_key=salt_key(settings.cache) if tiers.storage is not None else b"",
+        page_hash=settings.page_hash,
         write_policy=tiers.write_policy,
         storage=tiers.storage,
         storage_limits=tiers.limits,
@@ -129,9 +154,18 @@ def engine_options(
 
 
 def chat_template(settings: Settings, file: GgufFile) -> str | None:
-    """The source of the chat template: --chat-template, else the model's own, if it has one."""
+    """The source of the chat template: --chat-template, else the model's own, if it has one. Raises BadSetting."""
     if settings.chat_template is not None:
-        return Path(settings.chat_template).read_text(encoding="utf-8")
+        path = Path(settings.chat_template)
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise BadSetting(
+                f"--chat-template {path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}. "
+                "Give a Jinja file, saved as UTF-8."
+            ) from None
+        except OSError as error:
+            raise BadSetting(f"--chat-template {path} can't be read: {error.strerror}. Give a readable file.") from None
     source = file.metadata.get("tokenizer.chat_template")
     return source if isinstance(source, str) else None
 
@@ -177,6 +211,7 @@ def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiS
         model_name=settings.model_name,
         host=settings.host,
         max_running_requests=plan.max_running_requests,
+        max_queued_requests=settings.max_queued_requests,
         api_keys=(settings.api_key,) if settings.api_key else (),
         admin_api_key=settings.admin_api_key,
         request_timeout_s=settings.request_timeout_s,

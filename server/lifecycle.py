@@ -117,13 +117,16 @@ async def run_server(
             loop.add_signal_handler(number, life.signalled, number)
     try:
         await web.SockSite(runner, sock, backlog=BACKLOG).start()
-        return await life.live()
+        code = await life.live()
     finally:
         await runner.cleanup()
         life.close_text()
         if handle_signals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+    if life.asked_to_stop:
+        tell("Stopped.")
+    return code
 
 
 def url_of(sock: socket.socket) -> str:
@@ -169,6 +172,11 @@ class _Life:
         self._leave = asyncio.Event()
         """Requests need not be waited for any longer."""
         self._drain = asyncio.Event()
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """By a signal."""
+        return self._drain.is_set()
 
     def signalled(self, number: int) -> None:
         """The first signal drains, the second stops at once; while loading there is nothing to drain."""
@@ -245,12 +253,13 @@ class _Life:
         while len(self._api.in_flight):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                running = len(self._api.in_flight)
-                self._tell(f"{running} requests did not finish in {self._drain_timeout_s:g} s; they are ended.")
+                late = len(self._api.in_flight)
+                ended = "it is" if late == 1 else "they are"
+                self._tell(f"{_requests(late)} did not finish in {self._drain_timeout_s:g} s; {ended} ended.")
                 self._exit_code = 1
                 break
             self._tell(
-                f"Stopping: waiting for {len(self._api.in_flight)} running requests, at most {left_s:.0f} s. "
+                f"Stopping: waiting for {_requests(len(self._api.in_flight), 'running ')}, at most {left_s:.0f} s. "
                 "Press Ctrl-C again to stop at once."
             )
             try:
@@ -258,7 +267,19 @@ class _Life:
                     await self._api.in_flight.idle()
             except TimeoutError:
                 continue
+        await self._drain_writes(deadline_s)
         self._leave.set()
+
+    async def _drain_writes(self, deadline_s: float) -> None:
+        """Pages on their way down are prompts that need not be computed again after a restart."""
+        engine = self._api.engine
+        if engine.writing and time.monotonic() < deadline_s:
+            self._tell("Stopping: writing cached pages. Press Ctrl-C again to stop at once.")
+        while engine.writing:
+            if time.monotonic() >= deadline_s:
+                self._tell(f"Some cached pages were not written in {self._drain_timeout_s:g} s; they are dropped.")
+                return
+            await asyncio.sleep(_POLL_S)
 
     # -----------------------------------------------------------------------------------------------------------
     # Ends
@@ -276,12 +297,17 @@ class _Life:
     async def _farewell(self) -> None:
         """Requests that still run are told, and their connections get a moment to pass it on."""
         if self._api.readiness.failed is None:
-            self._api.running.abort_all("The server is stopping.")
+            self._api.running.abort_all("The server is stopping.", "draining")
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self._api.in_flight.idle()
         except TimeoutError:
-            log.warning("%d requests were cut off", len(self._api.in_flight))
+            cut = len(self._api.in_flight)
+            log.warning("%s %s cut off", _requests(cut), "was" if cut == 1 else "were")
+
+
+def _requests(count: int, kind: str = "") -> str:
+    return f"{count} {kind}request{'' if count == 1 else 's'}"
 
 
 def _protocol_log() -> logging.Logger:

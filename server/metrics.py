@@ -81,7 +81,8 @@ class _EngineCollector(Collector):
         used = status.pages_total - status.pages_free - status.pages_cached
         yield GaugeMetricFamily("headrace:kv_usage_ratio", "Share of pages that requests hold.", value=used / pages)
         age_s = status.last_step_age_ms / 1000
-        yield GaugeMetricFamily("headrace:last_step_age_seconds", "Since the device last did something.", value=age_s)
+        about = "Time since the device last answered, while it has steps to do: a hang shows here. 0 while idle."
+        yield GaugeMetricFamily("headrace:last_step_age_seconds", about, value=age_s)
         yield GaugeMetricFamily("headrace:ready", "1 while requests are served.", value=float(status.phase == "ready"))
 
     def describe(self) -> Iterator[Metric]:

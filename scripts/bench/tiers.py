@@ -162,7 +162,7 @@ def measure(tokens: int, repeats: int, flags: Sequence[str]) -> dict[str, list[f
             times[name].append(answer.first_token_ms)
 
         with serving(directory, flags) as server:
-            ask(server, prompt(64, -1))
+            ask(server, prompt(64, 10**6))
             for seed in range(repeats):
                 ids = prompt(tokens, seed)
                 check("cold", seed, ask(server, ids), None)
@@ -174,7 +174,7 @@ def measure(tokens: int, repeats: int, flags: Sequence[str]) -> dict[str, list[f
                 server.post("/flush_cache", {})
                 check("disk", seed, ask(server, ids), "storage")
         with serving(directory, flags) as server:
-            ask(server, prompt(64, -1))
+            ask(server, prompt(64, 10**6))
             for seed in range(repeats):
                 check("restart", seed, ask(server, prompt(tokens, seed)), "storage")
     return times
@@ -186,10 +186,12 @@ def working_set(sessions: int, turns: int, turn_tokens: int, flags: Sequence[str
     quarter = max(total // 4, turns * (turn_tokens + 32) + 64)
     pool = ["--max-total-tokens", str(quarter)]
     results: dict[str, dict[str, float]] = {}
+    # A tier flag without a tier would be refused.
+    bare = [flag for flag in flags if flag not in ("--hicache-storage-prefetch-policy", "wait_complete")]
     for name, tiers in (("device alone", []), ("three tiers", ["--hicache-ratio", "1.0"])):
         with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
             directory = Path(folder) / "kv" if tiers else None
-            with serving(directory, [*flags, *pool, *tiers]) as server:
+            with serving(directory, [*(flags if tiers else bare), *pool, *tiers]) as server:
                 histories = [prompt(turn_tokens, 1000 + i) for i in range(sessions)]
                 firsts: list[float] = []
                 began = time.perf_counter()
@@ -209,6 +211,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 7000], help="prompt lengths")
     parser.add_argument("--repeats", type=int, default=3, help="prompts a length (default 3)")
     parser.add_argument("--dtype", default="float32", help="of the server (default float32)")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default 16)")
     parser.add_argument("--working-set", action="store_true", help="sessions that come back, instead")
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
@@ -217,14 +220,15 @@ def main() -> int:
     parser.add_argument("--plot", metavar="FILE", help="draw them as a PNG (needs matplotlib)")
     options = parser.parse_args()
     flags = ["--dtype", options.dtype, "--log-level", "warning", "--hicache-storage-prefetch-policy", "wait_complete"]
+    flags += ["--page-size", str(options.page_size)]
     console = Console()
     if options.working_set:
         results = working_set(options.sessions, options.turns, options.turn_tokens, flags)
         table = Table(
             "", "output tokens/s", "mean TTFT ms", title=f"{options.sessions} sessions x {options.turns} turns"
         )
-        for name, figures in results.items():
-            table.add_row(name, *(f"{value:.1f}" for value in figures.values()))
+        for name, found in results.items():
+            table.add_row(name, *(f"{value:.1f}" for value in found.values()))
         console.print(table)
         _write(options.json, results)
         return 0

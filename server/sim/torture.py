@@ -8,11 +8,13 @@ pools are a few pages. After every step the engine's integrity is checked and ea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import msgspec
 
 from headrace.kvcache.prefetch import PrefetchOptions, PrefetchPolicy
+from headrace.sched.cache_control import PinRefused
 from headrace.sched.messages import NeverFits, Overloaded
 from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.virtual_loop import run
@@ -34,6 +36,7 @@ class Report(msgspec.Struct, frozen=True):
     agent_restarts: int
     overrun_tokens: int
     device_restarts: int
+    pinned: int
     digest: str
 
 
@@ -76,7 +79,7 @@ def random_shape(rng: random.Random) -> WorldShape:
 async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
     rng = random.Random(seed)
     async with World(seed, random_shape(rng), check_every_step) as world:
-        schedule = _Schedule(world, rng)
+        schedule = _Schedule(world, rng, seed)
         faults = rng.choice((0.0, 0.0, 0.03))
         await asyncio.sleep(world.shape.start_ms / 1e3 + 0.1)
         while len(world.requests) + schedule.refused < requests:
@@ -103,6 +106,7 @@ async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
             agent_restarts=max(0, world.agents - 1),
             overrun_tokens=status.overrun_tokens,
             device_restarts=status.device_restarts,
+            pinned=schedule.pinned,
             digest=world.trace.digest(),
         )
 
@@ -110,8 +114,12 @@ async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
 class _Schedule:
     """Draws what happens next."""
 
-    def __init__(self, world: World, rng: random.Random) -> None:
+    def __init__(self, world: World, rng: random.Random, seed: int) -> None:
         self.refused = 0
+        self.pinned = 0
+        self._pins: list[str] = []
+        self._controls = random.Random(seed)
+        """Of its own: with a seed, requests and faults come as they would without pins."""
         self._world = world
         self._rng = rng
         self._loop = asyncio.get_running_loop()
@@ -140,14 +148,34 @@ class _Schedule:
             self._loop.call_later(rng.random() * 0.02, self._conclude, watched)
 
     def disturb(self, faults: float) -> None:
-        """Perhaps a flush or a fault of the device."""
+        """Perhaps a flush, a pin, a clearing, or a fault of the device."""
         rng, world = self._rng, self._world
         if rng.random() < 0.06:
             world.engine.flush_cache()
+        if self._controls.random() < 0.2:
+            self._control()
         if rng.random() < faults:
             rng.choice((world.kill_device, world.kill_device, world.kill_agent))()
         if rng.random() < faults / 2:
             rng.choice((world.hang_device, world.hang_agent))(rng.choice((0.01, 0.5, 5.0)))
+
+    def _control(self) -> None:
+        """Pin what a request had, let a pin go, or clear a prompt or a salt."""
+        rng, control, requests = self._controls, self._world.engine.control, self._world.requests
+        if not requests:
+            return
+        submit = requests[rng.randint(max(1, len(requests) - 4), len(requests))].submit
+        salt, prompt = submit.cache_salt, submit.prompt_ids[: rng.choice((self._world.shape.page_tokens * 2, 1 << 20))]
+        kind = rng.random()
+        if kind < 0.6:
+            # In a pool of a few pages most are.
+            with contextlib.suppress(PinRefused):
+                self._pins.append(control.pin(prompt, salt, rng.choice((0.001, 0.1, 2.0))).id)
+                self.pinned += 1
+        elif kind < 0.8 and self._pins:
+            control.unpin(rng.choice(self._pins))
+        else:
+            control.clear(prompt[: rng.choice((0, len(prompt)))], salt, rng.random() < 0.7, rng.random() < 0.7)
 
     def _prompt(self) -> tuple[list[int], int]:
         """A prompt and its number of outputs: an own one, a shared prefix, or an earlier request with its answer."""

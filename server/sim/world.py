@@ -107,6 +107,8 @@ class Watched:
 class _SimConnection:
     """One life of the oracle behind a link."""
 
+    pid = 0
+
     def __init__(self, world: World, faults: Faults) -> None:
         shape, rng, loop = world.shape, world.rng, running_loop()
         self._link = SimLink(rng, loop, world._delay_ns, far=faults, trace=world.trace, name=f"device{world.lives}")

@@ -17,7 +17,11 @@ import msgspec
 import numpy as np
 import openai
 
+from headrace.kvcache.cache import KvCache
+from headrace.kvcache.identity import namespace
+from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.ops.wire import MAX_LOGPROBS
+from headrace.sched.cache_control import CacheControl
 from headrace.sched.device import EngineFailed
 from headrace.sched.messages import (
     EngineStatus,
@@ -112,6 +116,9 @@ class ScriptedEngine:
     running: dict[int, Run] = field(default_factory=dict)
     steps: int = 0
     flushes: int = 0
+    writing: bool = False
+    """Cached pages are on their way down."""
+    worker_pid: int = 0
     held: bool = False
     ended: bool = False
     """`run` has been cancelled or has failed."""
@@ -121,6 +128,11 @@ class ScriptedEngine:
         self._scheduled = False
         self._failure: str | None = None
         self._failed = asyncio.Event()
+        layout = KvLayout(16, (LayerGroup("full", 0, (0,), 1, 8, 1),))
+        self.control = CacheControl(
+            KvCache(layout, [64]), lambda salt: namespace(b"script", "", salt), "xxh3", lambda: self.context_tokens
+        )
+        """Of a cache that stays empty."""
 
     # What the server calls ----------------------------------------------------------------------------------
 
@@ -141,7 +153,7 @@ class ScriptedEngine:
         if self.running.pop(request, None) is not None:
             self._tell([Finished(request, "stop", n_tokens)])
 
-    def flush_cache(self) -> Flushed:
+    def flush_cache(self, device: bool = True, host: bool = True) -> Flushed:
         self.flushes += 1
         dropped, self.cached_tokens = self.cached_tokens, 0
         return Flushed(dropped_pages=dropped, pinned_pages=len(self.running))
@@ -153,6 +165,7 @@ class ScriptedEngine:
             "message": self.message,
             "progress": self.progress,
             "device_name": "script",
+            "worker_pid": self.worker_pid,
             "numerics": "",
             "running": len(self.running),
             "max_context_tokens": self.context_tokens,

@@ -24,6 +24,8 @@ class Arguments(msgspec.Struct):
     """The engine never gets ready."""
     held: bool = False
     """The engine takes requests and gives nothing."""
+    writing: bool = False
+    """Cached pages are on their way down until SIGUSR2."""
     fails: str = ""
     """The engine fails with this when it gets its first request."""
     drain_timeout_s: float = 20.0
@@ -33,7 +35,7 @@ async def serve(arguments: Arguments) -> int:
     sock = bind("127.0.0.1", arguments.port)
     print(f"port {sock.getsockname()[1]}", flush=True)
     engine = ScriptedEngine(saying("hello world"))
-    engine.held = arguments.held
+    engine.held, engine.writing = arguments.held, arguments.writing
     if arguments.loading:
         engine.phase, engine.message, engine.progress = "loading", "weights", 0.25
     if arguments.fails:
@@ -45,7 +47,12 @@ async def serve(arguments: Arguments) -> int:
         engine.held, engine.plan = True, plan
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR1, engine.step)
-    loop.add_signal_handler(signal.SIGUSR2, engine.release)
+
+    def go_on() -> None:
+        engine.writing = False
+        engine.release()
+
+    loop.add_signal_handler(signal.SIGUSR2, go_on)
     api = Api(ApiSettings(model_name=MODEL, host="127.0.0.1", max_running_requests=8), engine)
 
     async def load_text() -> LoadedText:

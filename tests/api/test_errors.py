@@ -59,6 +59,40 @@ async def test_b43_when_one_of_several_choices_is_refused_none_stays() -> None:
         assert engine.running == {} and served.api.emitter.open_choices == 0
 
 
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({}, "the prompt has 44, and an answer needs at least one. Shorten the prompt."),
+        ({"max_tokens": 5}, "the prompt has 44 and max_tokens is 5, 49 together. Shorten the prompt or lower"),
+    ],
+)
+async def test_a_prompt_that_is_too_long_is_told_what_was_asked_and_nothing_else(
+    asked: dict[str, int], says: str
+) -> None:
+    async with serving(ScriptedEngine(context_tokens=40)) as served:
+        body = {"messages": [{"role": "user", "content": "x" * 25}], **asked}
+        status, _, answer = await served.ask("POST", "/v1/chat/completions", body)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["message"].startswith(f"This model's context is 40 tokens: {says}")
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "`messages[0].content[0]` has the type 'image_url'; this model reads only 'text'.",
+        ),
+        ({"role": "wizard", "content": "a"}, "`messages[0].role` is 'wizard'; it must be one of "),
+        ({"role": "user"}, "`messages[0]` has no content; "),
+    ],
+)
+async def test_a_parameter_in_a_message_is_spelled_as_the_client_spells_it(message: dict[str, Any], says: str) -> None:
+    async with serving(ScriptedEngine()) as served:
+        status, _, answer = await served.ask("POST", "/v1/chat/completions", {"messages": [message]})
+    assert status == 400 and answer["error"]["message"].startswith(says)
+
+
 async def test_a_request_that_never_fits_is_a_400() -> None:
     async with serving(ScriptedEngine(refuse=NeverFits("it needs 9 pages of 8"))) as served:
         status, _, answer = await served.ask("POST", "/v1/completions", {"prompt": "a"})
@@ -250,3 +284,20 @@ async def test_all_bodies_together_are_bounded() -> None:
         engine.release()
         assert (await first)[0] == 200
         assert (await served.ask("POST", "/v1/completions", big))[0] == 200
+
+
+async def test_more_choices_than_may_ever_wait_are_a_400_with_both_numbers_and_none_is_submitted() -> None:
+    async with serving(ScriptedEngine(), max_queued_requests=3) as served:
+        for body in ({"prompt": "a", "n": 4}, {"prompt": ["a", "b"], "n": 2}):
+            status, fields, answer = await served.ask("POST", "/v1/completions", body)
+            assert status == 400 and answer["error"]["param"] == "n" and "retry-after" not in fields
+            assert "4 choices" in answer["error"]["message"] and "only 3" in answer["error"]["message"]
+        assert served.engine.submits == []
+        assert (await served.ask("POST", "/v1/completions", {"prompt": "a", "n": 3}))[0] == 200
+
+
+async def test_a_message_that_begins_with_a_parameter_keeps_the_parameters_name() -> None:
+    body = {"messages": HI, "continue_final_message": True, "add_generation_prompt": True}
+    async with serving(ScriptedEngine()) as served:
+        _, _, answer = await served.ask("POST", "/v1/chat/completions", body)
+    assert answer["error"]["message"].startswith("`continue_final_message` and add_generation_prompt")

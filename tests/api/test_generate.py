@@ -81,6 +81,36 @@ async def test_logprobs_are_triples_of_logprob_id_and_text() -> None:
     assert [len(tops) for tops in meta["output_top_logprobs"]] == [2, 2]
 
 
+async def test_a_streams_events_have_the_new_rows_of_logprobs_and_the_last_one_has_all() -> None:
+    async with serving(ScriptedEngine(saying("abc", END))) as served:
+        body = {"text": "xyz", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
+        *events, last, done = await served.events("/generate", body | {"stream": True})
+        _, _, whole = await served.ask("POST", "/generate", body)
+    assert done == "[DONE]"
+    rows = [event["meta_info"]["output_token_logprobs"] for event in events]
+    assert [[row[1] for row in new] for new in rows] == [[id] for id in ids_of("abc")]
+    assert [len(event["meta_info"]["output_top_logprobs"]) for event in events] == [1, 1, 1]
+    assert [len(event["meta_info"]["input_token_logprobs"]) for event in events] == [3, 0, 0]
+    for name in ("output_token_logprobs", "output_top_logprobs", "input_token_logprobs"):
+        assert last["meta_info"][name] == whole["meta_info"][name], name
+    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"]) == ("abc", [*ids_of("abc"), END])
+
+
+async def test_an_event_with_logprobs_costs_the_same_at_the_end_of_a_long_stream() -> None:
+    async with serving(ScriptedEngine(saying("a"))) as served:
+        body = {"text": "x", "return_logprob": True, "top_logprobs_num": 5, "stream": True}
+        events = await served.events("/generate", body | {"sampling_params": {"max_new_tokens": 300}})
+    rows = sum(len(event["meta_info"]["output_token_logprobs"]) for event in events[:-2])
+    assert 299 <= rows <= 300
+
+
+async def test_text_with_quotes_and_line_ends_is_repeated_as_it_is() -> None:
+    text = '"a"\n\\é😀'
+    async with serving(ScriptedEngine(saying(text, END))) as served:
+        events = await served.events("/generate", {"text": "x", "stream": True})
+    assert events[-2]["text"] == text
+
+
 async def test_what_sglangs_benchmark_sends_is_accepted() -> None:
     body = {
         "text": "x",
@@ -107,6 +137,8 @@ async def test_what_sglangs_benchmark_sends_is_accepted() -> None:
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": "a", "sampling_params": []}, "sampling_params"),
+        ({"text": "a", "sampling_params": {"temperature": 1e-40}}, "temperature"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "rid": ["a", "b"]}, "rid"),
     ],

@@ -74,6 +74,14 @@ async def test_the_names_of_metrics_are_the_same_whatever_format_is_asked_for() 
     assert names(plain) <= names(fancy) and all(name.startswith("headrace:") for name in names(plain))
 
 
+async def test_the_age_of_the_last_step_says_what_it_is() -> None:
+    async with serving(ScriptedEngine()) as served:
+        _, _, text = await served.ask("GET", "/metrics")
+    about = "Time since the device last answered, while it has steps to do: a hang shows here. 0 while idle."
+    assert f"# HELP headrace:last_step_age_seconds {about}\n" in text
+    assert "headrace:last_step_age_seconds 0.0\n" in text
+
+
 async def test_metrics_and_probes_answer_to_head() -> None:
     async with serving(ScriptedEngine()) as served:
         for path in ("/metrics", "/health", "/v1/models"):
@@ -83,8 +91,9 @@ async def test_metrics_and_probes_answer_to_head() -> None:
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 async def test_server_info_has_settings_and_state(path: str) -> None:
-    async with serving(ScriptedEngine(), public={"page_size": 16, "api_key": "(set)"}) as served:
+    async with serving(ScriptedEngine(worker_pid=4321), public={"page_size": 16, "api_key": "(set)"}) as served:
         _, _, info = await served.ask("GET", path)
+    assert info["worker_pid"] == 4321
     assert info["page_size"] == 16 and info["served_model_name"] == MODEL and info["version"]
     assert info["internal_states"][0]["phase"] == "ready" and info["max_total_num_tokens"] == 1024
 

@@ -209,6 +209,7 @@ async def test_an_idle_server_ends_at_the_first_signal(number: signal.Signals) -
         server.signal(number)
         code, out = await server.end()
     assert code == 0 and "engine ended: True" in out and "Traceback" not in out
+    assert "Stopped." in out.splitlines()
 
 
 async def test_the_first_signal_lets_running_requests_finish_and_refuses_new_ones() -> None:
@@ -221,7 +222,7 @@ async def test_the_first_signal_lets_running_requests_finish_and_refuses_new_one
         server.signal(signal.SIGUSR1)
         await reader.readuntil(b'"h"')
         server.signal()
-        await server.line("Stopping: waiting for 1 running requests")
+        await server.line("Stopping: waiting for 1 running request, at most")
         status, fields, answer = await server.ask("POST", "/v1/chat/completions", HI)
         assert status == 503 and "retry-after" in fields and answer["error"]["code"] == "server_draining"
         assert (await server.ask("GET", "/health"))[0] == 503
@@ -243,9 +244,10 @@ async def test_the_second_signal_stops_at_once_and_says_so_to_running_requests()
         await server.line("Press Ctrl-C again")
         begin = time.monotonic()
         server.signal()
-        status, _, body = await answer
+        status, fields, body = await answer
         code, out = await server.end()
-    assert status == 499 and "stopping" in body["error"]["message"]
+    assert status == 503 and "stopping" in body["error"]["message"]
+    assert body["error"]["code"] == "server_draining" and int(fields["retry-after"]) > 0
     assert code == 128 + signal.SIGINT and time.monotonic() - begin < 5
     assert "engine ended: True" in out and "Traceback" not in out
 
@@ -258,8 +260,37 @@ async def test_draining_is_bounded() -> None:
         server.signal(signal.SIGTERM)
         status, _, _ = await answer
         code, out = await server.end()
-    assert status == 499 and "did not finish" in out and "Traceback" not in out
+    assert status == 503 and "1 request did not finish in 0.2 s; it is ended." in out and "Traceback" not in out
     assert code == 1
+
+
+async def test_a_drain_also_waits_for_cached_pages_that_are_being_written() -> None:
+    async with server_process(writing=True) as server:
+        await server.line("curl")
+        server.signal(signal.SIGTERM)
+        await server.line("Stopping: writing cached pages")
+        assert (await server.ask("GET", "/livez"))[0] == 200
+        server.signal(signal.SIGUSR2)
+        code, out = await server.end()
+    assert code == 0 and out.index("Stopped.") < out.index("engine ended: True")
+
+
+async def test_the_wait_for_cached_pages_is_bounded() -> None:
+    async with server_process(writing=True, drain_timeout_s=0.2) as server:
+        await server.line("curl")
+        server.signal(signal.SIGTERM)
+        code, out = await server.end()
+    assert code == 0 and "Some cached pages were not written in 0.2 s" in out
+
+
+async def test_a_second_signal_ends_the_wait_for_cached_pages() -> None:
+    async with server_process(writing=True) as server:
+        await server.line("curl")
+        server.signal()
+        await server.line("Stopping: writing cached pages")
+        server.signal()
+        code, out = await server.end()
+    assert code == 128 + signal.SIGINT and "not written" not in out and "Stopped." in out.splitlines()
 
 
 async def test_a_signal_while_loading_stops_at_once() -> None:

@@ -7,26 +7,35 @@ import random
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from api.scripted import END, ScriptedEngine, saying, serving
+
+from headrace.server import api as api_module
+from headrace.server import body as body_module
+from headrace.server import encoding as encoding_module
+from headrace.server import tokenization as tokenization_module
+from headrace.server.body import decode
+from headrace.server.chat import MAX_MESSAGES
+from headrace.server.openai_requests import ChatRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
 WRONG_VALUES: dict[str, list[Any]] = {
     "n": [0, -1, 129, 9, True, 1.5, "1", 2**63, []],
     "max_tokens": [-1, True, 1.5, "5", 2**63, 2**31],
-    "temperature": [-0.1, 2.1, True, "1", 1e400, []],
-    "top_p": [0, -1, 1.1, False, "1"],
+    "temperature": [-0.1, 2.1, 1e-40, 1e-320, True, "1", 1e400, []],
+    "top_p": [0, 1e-40, -1, 1.1, False, "1"],
     "top_k": [-2, 1.5, True, 2**63],
-    "min_p": [-0.1, 1.1],
-    "repetition_penalty": [0, -1, 11],
-    "frequency_penalty": [-2.1, 2.1, True],
-    "presence_penalty": [-2.1, 2.1, "0"],
+    "min_p": [-0.1, 1e-40, 1.1],
+    "repetition_penalty": [0, -1, 0.001, 1e-40, 101],
+    "frequency_penalty": [-2.1, -1e-40, 2.1, True],
+    "presence_penalty": [-2.1, 1e-40, 2.1, "0"],
     "min_tokens": [-1, True, 100_000],
     "seed": [True, 1.5, 2**63, -(2**63) - 1, "7"],
     "stop": ["", [""], [1], 5, ["x"] * 65, "x" * 1025, ["x" * 1000] * 5],
     "stop_token_ids": [[-1], [259], [True], [2**63], "1", [1] * 65],
-    "logit_bias": [{"259": 1}, {"-1": 1}, {"a": 1}, {"1": 101}, {"1": True}, {"1": "x"}, [1]],
+    "logit_bias": [{"259": 1}, {"-1": 1}, {"a": 1}, {"1": 101}, {"1": 1e-40}, {"1": True}, {"1": "x"}, [1]],
     "stream": [1, "true", []],
     "stream_options": [True, {"include_usage": 1}],
     "priority": [1.5, True, 2**31],
@@ -66,7 +75,7 @@ async def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
         ({"messages": None}, "messages"),
-        ({"chat_template_kwargs": {"x": 1}}, "messages"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ],
 )
@@ -164,6 +173,72 @@ NAMES = {
     "/detokenize": ["tokens", "skip_special_tokens", "model"],
     "/abort_request": ["rid", "abort_all", "request_id"],
 }
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Many values in few bytes
+
+MANY = b"[" + b"{}," * 150_000 + b"{}]"
+MANY_NUMBERS = b"[" + b"1," * 250_000 + b"1]"
+MANY_STRINGS = b"[" + b'"",' * 250_000 + b'""]'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", b'{"prompt": "x", "guided_json": ' + MANY + b"}", "guided_json"),
+        ("/v1/completions", b'{"prompt": "x", "stop_token_ids": ' + MANY_NUMBERS + b"}", "stop_token_ids"),
+        ("/v1/completions", b'{"prompt": "x", "stop": ' + MANY_STRINGS + b"}", None),
+        ("/v1/completions", b'{"guided_json": ' + MANY + b', "prompt": "x", "guided_json": 1}', None),
+        ("/v1/completions", b'{"prompt": ' + MANY_STRINGS + b"}", None),
+        ("/v1/completions", b'{"prompt": ["a", ' + MANY_NUMBERS[1:] + b"}", "prompt"),
+        ("/v1/completions", b'{"prompt": [[1], ' + MANY_NUMBERS[1:] + b"}", "prompt[1]"),
+        ("/v1/completions", b'{"prompt": [' + b"[1]," * 5000 + b"[1]]}", "prompt"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "z": ' + MANY + b"}]}", "messages"),
+        ("/v1/chat/completions", b'{"messages": [], "tools": ' + MANY + b"}", "tools"),
+        ("/generate", b'{"text": "x", "sampling_params": ' + MANY + b"}", "sampling_params"),
+        ("/tokenize", b'{"messages": ' + MANY + b"}", "messages"),
+        ("/detokenize", b'{"tokens": ' + MANY_NUMBERS[:-1] + b"," + b"1," * 50_000 + b"1]}", "tokens"),
+    ],
+)
+async def test_a_body_of_very_many_values_is_refused_before_they_are_built(
+    path: str, body: bytes, param: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most: list[int] = []
+
+    def watched(data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Any], at: str = "") -> Any:
+        decoded = decode(data, decoder, at)
+        most.append(size_of(decoded))
+        return decoded
+
+    for module in (body_module, api_module, encoding_module, tokenization_module):
+        monkeypatch.setattr(module, "decode", watched)
+    async with serving(ScriptedEngine()) as served:
+        status, _, answer = await served.ask("POST", path, body)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+    assert max(most, default=0) <= 1024, "nothing long was decoded"
+
+
+def size_of(decoded: object) -> int:
+    """The longest list or object in it."""
+    if isinstance(decoded, msgspec.Struct):
+        return max((size_of(getattr(decoded, name)) for name in decoded.__struct_fields__), default=0)
+    if isinstance(decoded, list | dict):
+        values = decoded.values() if isinstance(decoded, dict) else decoded
+        return max([len(decoded), *map(size_of, values)])
+    return 0
+
+
+@pytest.mark.parametrize("text", ["1,[{" * 70_000, '","' * 100_000, "\\" * 200_001 + '"'])
+async def test_marks_in_a_text_are_no_values(text: str) -> None:
+    async with serving(ScriptedEngine()) as served:
+        status, _, answer = await served.ask("POST", "/v1/chat/completions", {"messages": HI, "user": text})
+    assert status == 200, answer
+
+
+async def test_all_messages_that_a_conversation_may_have_are_few_enough_values() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * MAX_MESSAGES
+    await body_module.check_parts(json.dumps({"messages": messages}).encode(), ChatRequest)
 
 
 @pytest.mark.parametrize("path", NAMES)

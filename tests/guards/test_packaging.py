@@ -94,7 +94,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: zipfile.ZipFile, c
 def test_the_wheel_has_the_licence_the_version_and_the_command(wheel: zipfile.ZipFile) -> None:
     info = f"headrace-{headrace.__version__}.dist-info"
     assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
-    assert "headrace = headrace.server.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "headrace = headrace.server.entry:main" in wheel.read(f"{info}/entry_points.txt").decode()
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert f"\nVersion: {headrace.__version__}\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata

@@ -95,10 +95,10 @@ def test_a_flush_drops_what_nobody_uses_and_says_what_it_kept() -> None:
     run_through(cache, key(*range(100, 109)), 1)
     cache.complete_step(1)
     reader = cache.open(key(*range(9)), 9)
-    assert cache.flush() == (2, 2)
+    assert cache.flush()[:2] == (2, 2)
     cache.close(reader, Fence())
-    assert cache.flush() == (2, 0)
-    assert cache.flush() == (0, 0)
+    assert cache.flush()[:2] == (2, 0)
+    assert cache.flush()[:2] == (0, 0)
     assert cache.stats().free == 16
 
 

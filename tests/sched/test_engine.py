@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -160,6 +161,22 @@ def test_prompt_logprobs_come_for_every_position_in_chunks_and_with_a_warm_cache
     assert len(world.requests[1].prompt_logprobs) >= 4
 
 
+def test_prompt_logprobs_survive_a_retraction_and_the_loss_of_the_device() -> None:
+    async def scenario(world: World) -> None:
+        for i in range(3):
+            world.submit([i, *range(1, 28)], 30, prompt_logprobs=0)
+        await world.until(lambda: world.engine.status().retractions > 0)
+        world.kill_device()
+        again = world.submit(list(range(28)), 30, prompt_logprobs=0)
+        await again.ended.wait()
+
+    world = in_world(WorldShape(pages=22, prefill_tokens=5, conservativeness=0.0), scenario)
+    survivors = [
+        watched for watched in world.requests.values() if watched.finished and watched.finished.reason == "length"
+    ]
+    assert survivors and world.lives == 2
+
+
 def test_a_stop_string_concludes_a_request_after_the_tokens_that_count() -> None:
     async def scenario(world: World) -> None:
         watched = world.submit(PROMPT, 40)
@@ -293,6 +310,20 @@ def test_when_the_device_dies_the_running_fail_clearly_and_the_waiting_go_on() -
     world = in_world(WorldShape(), scenario)
     assert world.lives == 2
     assert world.engine.status().device_restarts == 1
+
+
+def test_a_device_that_is_back_is_said_with_the_time_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: World) -> None:
+        await world.submit(PROMPT, 4).ended.wait()
+        world.kill_device()
+        await asyncio.sleep(5)
+        assert world.engine.phase == "ready"
+
+    with caplog.at_level("INFO", "headrace.sched.device"):
+        in_world(WorldShape(start_ms=1500), scenario)
+    lost, back = (record.getMessage() for record in caplog.records)
+    assert lost.endswith("it is started again")
+    assert re.fullmatch(r"the device is ready again after [1-9]\.\d s", back)
 
 
 def test_nothing_of_a_dead_device_is_matched_on_the_next_one() -> None:

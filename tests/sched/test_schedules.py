@@ -83,6 +83,7 @@ def test_the_torture_reaches_what_it_is_for() -> None:
     assert sum(report.cached_tokens for report in reports) > 1000
     assert sum(report.overrun_tokens for report in reports) > 10
     assert sum(report.device_restarts for report in reports) > 2
+    assert sum(report.pinned for report in reports) > 2
     ends = {reason for report in reports for reason in report.ends}
     assert ends >= {"length", "stop", "abort", "error"}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import prepare
 import pytest
+
+SCRIPTS = Path(prepare.__file__).parent
 
 CPU_TORCH: dict[str, Any] = {"metadata": {"requires_dist": ["filelock", "sympy>=1.13.3"]}}
 CUDA_TORCH: dict[str, Any] = {
@@ -244,3 +247,52 @@ def test_without_a_fitting_python_the_commands_say_what_to_install(command: str,
     assert "headrace needs Python 3.11, 3.12 or 3.13" in done.stderr
     assert "Python 3.9.2" in done.stderr
     assert "apt install python3 python3-venv" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Ctrl-C at the very beginning
+
+
+PYTHON_THAT_SWALLOWS_SIGNALS = """#!{python}
+import signal, sys
+signals = {{signal.SIGINT, signal.SIGTERM}}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+print("looking", flush=True)
+signal.sigwait(signals)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["serve", "test"])
+def test_a_command_that_is_stopped_while_it_looks_for_python_looks_no_further(
+    command: str, number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    python = tmp_path / "python3"
+    python.write_text(PYTHON_THAT_SWALLOWS_SIGNALS.format(python=sys.executable))
+    python.chmod(0o755)
+    process = subprocess.Popen(
+        [SCRIPTS / command],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "looking\n"
+    os.killpg(process.pid, number)
+    out, errors = process.communicate(timeout=20)
+    assert (process.returncode, out, errors) == (code, "", "")
+
+
+def test_ctrl_c_while_the_set_up_is_being_imported_ends_it_in_silence() -> None:
+    script = (
+        "import os, runpy, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'tomllib': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"runpy.run_path({str(SCRIPTS / 'prepare.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

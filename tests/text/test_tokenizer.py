@@ -254,8 +254,8 @@ def test_end_tokens_that_a_file_names_are_stop_ids(small_metadata: SmallMetadata
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model": "llama"}, "'llama'.*has 'gpt2'"),
-        ({"pre": "qwen2"}, "'qwen2'.*smollm"),
+        ({"model": "llama"}, "'llama'.*Supported: 'gpt2'"),
+        ({"pre": "qwen2"}, "'qwen2'.*Supported: 'smollm'"),
         ({"pre": None}, "pre is missing"),
         ({"tokens": []}, "0 tokens"),
         ({"tokens": [1, 2]}, "tokens is missing"),
