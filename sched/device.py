@@ -172,7 +172,7 @@ class Device:
                     self.phase, self.message = "loading", progress.phase
                     self.progress = progress.done / max(progress.total, 1)
                 case Loaded():
-                    self.phase, self.message, self.progress = "warming", "warming up", 0.0
+                    self.phase, self.message, self.progress = "warming", "measuring a few steps", 0.0
                     self.send(self._pools)
                 case Ready() as ready:
                     self.ready = ready

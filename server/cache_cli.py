@@ -58,9 +58,7 @@ def add_cache_parser(commands: Any, formatter: type[argparse.HelpFormatter]) -> 
             epilog=_EXIT_CODES,
             formatter_class=formatter,
         )
-        parser.add_argument(
-            "--disk-cache-dir", metavar="DIR", help="the directory. Default: that of a server without the flag."
-        )
+        parser.add_argument("--disk-cache-dir", metavar="DIR", help="the directory. Default: `kv` in HEADRACE_CACHE.")
         if action in ("ls", "rm"):
             parser.add_argument("--salt", metavar="SALT", help=_SALT_HELP)
             parser.add_argument(

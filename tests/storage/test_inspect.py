@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from storage.disks import fetch, opened, segment_files, settings, store
 from storage.pages import MODEL, OTHER_MODEL, PAGE_BYTES, RECORD_BYTES, chain, namespace
@@ -11,6 +13,7 @@ from storage.pages import MODEL, OTHER_MODEL, PAGE_BYTES, RECORD_BYTES, chain, n
 from headrace.kvcache.storage.disk.files import Files
 from headrace.kvcache.storage.disk.inspect import remove, summary, verify
 from headrace.kvcache.storage.disk.opening import open_disk_store
+from headrace.kvcache.storage.disk.ownership import boot_id
 from headrace.kvcache.storage.page_store import StoreRefused
 
 
@@ -43,6 +46,15 @@ def test_a_summary_counts_pages_by_model_and_namespace(tmp_path: Path) -> None:
     }
     assert seen.foreign == ["notes.txt"]
     assert seen.size_bytes == sum(path.stat().st_size for path in tmp_path.iterdir()) - len("a user's file")
+
+
+def test_a_directory_whose_lock_is_free_is_in_use_by_nobody_whatever_process_its_file_names(tmp_path: Path) -> None:
+    disk = opened(tmp_path)
+    store(disk, chain("a", 3))
+    disk.close()
+    owner = {"pid": os.getpid(), "parent_pid": os.getppid(), "boot_id": boot_id()}
+    (tmp_path / "owner").write_bytes(msgspec.json.encode(owner))
+    assert summary(str(tmp_path)).in_use_by == ""
 
 
 def test_a_summary_of_an_owned_directory_names_its_owner_and_disturbs_nothing(tmp_path: Path) -> None:

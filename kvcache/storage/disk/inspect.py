@@ -17,7 +17,7 @@ from headrace.kvcache.storage.disk.files import Files, say
 from headrace.kvcache.storage.disk.hashing import I64
 from headrace.kvcache.storage.disk.journal import read_journal
 from headrace.kvcache.storage.disk.opening import open_disk_store, scan
-from headrace.kvcache.storage.disk.ownership import is_ours, open_directory, read_format, read_owner
+from headrace.kvcache.storage.disk.ownership import current_owner, is_ours, open_directory, read_format
 from headrace.kvcache.storage.disk.record import (
     HEADER_BYTES,
     PageId,
@@ -123,14 +123,13 @@ class _Contents:
 def summary(directory: str) -> Summary:
     """What is in a directory. Raises StoreRefused where there is no directory that can be looked into."""
     with _contents(directory) as contents:
-        owner = read_owner(contents.files)
         names = contents.files.names()
         ours = [name for name in names if is_ours(name) or is_unfinished(name) or parse_name(name) is not None]
         live = contents.live()
         return Summary(
             directory=directory,
             format=contents.format,
-            in_use_by=str(owner) if owner is not None and owner.alive else "",
+            in_use_by=current_owner(contents.files),
             size_bytes=sum(_size_bytes(contents.files, name) for name in ours),
             segments=len(contents.segments),
             slots=sum(segment.slots for segment in contents.segments),
@@ -189,7 +188,7 @@ def _contents(directory: str) -> Iterator[_Contents]:
     try:
         fd = open_directory(directory)
     except OSError as error:
-        raise StoreRefused(f"{directory} can't be looked into: {say(error)}") from error
+        raise StoreRefused(f"{directory} can't be looked into: {say(error)} (--disk-cache-dir names it)") from error
     segments: list[Segment] = []
     files = Files(fd)
     try:
@@ -197,7 +196,7 @@ def _contents(directory: str) -> Iterator[_Contents]:
         segments = contents.segments
         yield contents
     except OSError as error:
-        raise StoreRefused(f"{directory} can't be looked into: {say(error)}") from error
+        raise StoreRefused(f"{directory} can't be looked into: {say(error)} (--disk-cache-dir names it)") from error
     finally:
         for segment in segments:
             segment.close(files)

@@ -156,6 +156,28 @@ def read_owner(files: Files) -> Owner | None:
         return None
 
 
+def current_owner(files: Files) -> str:
+    """Who has the directory now, "" if nobody does. Raises OSError.
+
+    The lock is what counts: a process id may be a zombie's, or another's by now, or of another container. Only where
+    locks are not supported does the process have to stand for it.
+    """
+    owner = read_owner(files)
+    try:
+        descriptor = files.open(OWNER_NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return str(owner) if owner is not None else "another process"
+    except OSError:
+        return str(owner) if owner is not None and owner.alive else ""
+    finally:
+        os.close(descriptor)
+    return ""
+
+
 def boot_id() -> str:
     """Differs after a restart of the machine, when process ids begin anew."""
     return _BOOT_ID.read_text().strip()
