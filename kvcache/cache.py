@@ -3,7 +3,7 @@
 in     prefixes to look up, pages to grow by, launched steps, fences, acknowledgements of copies
 out    page numbers for the page table; loads for a batch; copies to send; how many tokens need not be computed
 state  the device pools (who owns each page), the index (which prefixes have pages), the host tier, the holdings,
-       leases on what storage writes
+       writes of storage under way
 owner  the scheduler, which calls it between awaits; nothing here waits
 ready  a page is matchable when the step that fills or loads it is launched (later steps are ordered behind it)
 end    `close` with the last launched step: leased pages stay in the index, private ones are free after that step
@@ -15,7 +15,7 @@ The pages of one request, while it runs::
     0               device_pages     matched_pages / lease.num_pages                      holding.count
 
 `publish` moves full pages of committed tokens to the left of the line. A page that another request published first
-stays private to this one: its bytes are used by this request alone and go when it goes.
+stays private to this one, and so does what follows it: used by this request alone, it goes when it goes.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class KvCache:
         self._handles = 0
         self._storage: StorageClient | None = None
         self._prefetcher: Prefetcher | None = None
-        self._writing: dict[int, Lease | None] = {}
-        """Leases on what storage is writing, by transfer; None where the device was lost meanwhile."""
+        self._writing: dict[int, int] = {}
+        """Writes of storage under way, by transfer: answers to come."""
         self._writes = 0
         self._on_change: Callable[[], None] = lambda: None
         self.events = KvEvents(self._index, layout.page_tokens, page_hash)
@@ -231,7 +231,7 @@ class KvCache:
         for group, pool in enumerate(self._pools):
             pool.hand_over(holding.pages[group, start:end][taken], Owner.REQUEST, Owner.INDEX)
         holding.private[start:end] = ~taken
-        if self._host is not None:
+        if self._host is not None and taken.any():
             self._host.published(holding.handle, holding.lease, step)
 
     def close(self, holding: Holding, fence: Fence) -> None:
@@ -264,33 +264,29 @@ class KvCache:
     def copied(self, transfer: int) -> None:
         """The host has the pages of a copy; storage gets them next."""
         assert self._host is not None
-        done: Copied = self._host.acknowledge(transfer)
-        if self._storage is None or not self._storage.usable:
-            self._index.release(done.lease, -1, touch=False)
-            return
+        host_tier = self._host
+        done: Copied = host_tier.acknowledge(transfer)
         namespace, raw = self._index.path_of(done.lease)
+        self._index.release(done.lease, -1, touch=False)
+        if self._storage is None or not self._storage.usable:
+            return
         tokens = np.frombuffer(raw, np.int32)
         key = PrefixKey(namespace, self.layout.page_tokens, tokens, len(tokens), self._page_hash)
-        # The lease stays until every write has been acknowledged: host pages that storage reads are not evicted.
         self._writes += 1
-        transfer, left = self._writes, len(done.spans) * len(self._pools)
-        self._writing[transfer] = done.lease
-        pool = self._host.pool
-        pool.open_transfer(transfer)
+        write, pages = self._writes, done.host.ravel()
+        self._writing[write] = len(done.spans) * len(self._pools)
+        host_tier.begin_write(pages, write)
         most = pages_per_message(self.layout.page_tokens)
 
         def written(group: int, start: int, end: int, reply: Written) -> None:
-            nonlocal left
-            left -= 1
+            self._writing[write] -= 1
             self.stored_pages += reply.stored
             self.unstored_pages += len(reply.dropped)
             if not group:
                 self.events.stored_in_storage(key, start, end, reply.dropped)
-            if not left:
-                lease = self._writing.pop(transfer)
-                if lease is not None:
-                    self._index.release(lease, -1, touch=False)
-                pool.complete_transfer(transfer)
+            if not self._writing[write]:
+                del self._writing[write]
+                host_tier.end_write(pages, write)
                 self._on_change()
 
         at = 0
@@ -408,12 +404,7 @@ class KvCache:
             self._index.clear()
         else:
             self._host.give_up()
-            # What storage still reads may become unreachable: its host pages then wait for the writes, not for leases.
-            for transfer, lease in self._writing.items():
-                if lease is not None:
-                    self._index.release(lease, -1, touch=False)
-                self._writing[transfer] = None
-            self._host.drop(self._index.forget_device(), tuple(self._writing))
+            self._host.drop(self._index.forget_device())
         for pool in self._pools:
             pool.reset()
         # A pin goes on with what the host has of its prefix.
@@ -442,8 +433,7 @@ class KvCache:
         """Raise AssertionError unless every page has exactly one owner and every lease is counted (invariant 1)."""
         holdings = list(self._holdings.values())
         copies = self._host.leases if self._host is not None else []
-        writes = [lease for lease in self._writing.values() if lease is not None]
-        self._index.check([*(holding.lease for holding in holdings), *copies, *writes, *self._pins.values()])
+        self._index.check([*(holding.lease for holding in holdings), *copies, *self._pins.values()])
         nodes = list(self._index.nodes())
         for group, pool in enumerate(self._pools):
             pool.check()
@@ -451,7 +441,7 @@ class KvCache:
             held = [holding.pages[group, : holding.count][holding.private[: holding.count]] for holding in holdings]
             _check_owner(pool, Owner.REQUEST, held)
         if self._host is not None:
-            self._host.pool.check()
+            self._host.check()
             _check_owner(self._host.pool, Owner.INDEX, [node.host.ravel() for node in nodes])
             reads = self._prefetcher.transferring if self._prefetcher is not None else []
             _check_owner(self._host.pool, Owner.TRANSFER, [*self._host.transferring, *reads])

@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.kvcache.pool import Fence, Owner, PagePool
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Dropped, Lease, Span
@@ -65,6 +68,8 @@ class HostTier:
         self._groups = groups
         self._copy_pages = copy_pages
         self._min_hits = min_hits if policy == "write_through_selective" else 0
+        self.writer: NDArray[np.int64] = np.zeros(num_pages, np.int64)
+        """The transfer by which storage reads a page; 0 for none."""
         self._published: dict[int, tuple[Lease, int]] = {}
         self._evicting: deque[Lease] = deque()
         self._under_way: dict[int, _UnderWay] = {}
@@ -86,8 +91,8 @@ class HostTier:
 
     @property
     def room_pages(self) -> int:
-        """Pages per group that a transfer could get, now or when fences are complete."""
-        return (self.pool.free_pages + self.pool.fenced_pages) // self._groups + self._index.evictable_host_pages
+        """Pages per group that a transfer could get now, but for fences of those that would be evicted for it."""
+        return self.pool.free_pages // self._groups + self._index.evictable_host_pages
 
     @property
     def transferring(self) -> list[I32]:
@@ -144,11 +149,21 @@ class HostTier:
         self._evicting.clear()
         self._under_way.clear()
 
+    def begin_write(self, pages: I32, transfer: int) -> None:
+        """Storage reads these pages (int32 [k]) until `end_write`: they may leave the index, but are not used again."""
+        self.pool.open_transfer(transfer)
+        self.writer[pages] = transfer
+
+    def end_write(self, pages: I32, transfer: int) -> None:
+        """Storage has acknowledged, or its agent has been reaped."""
+        self.writer[pages] = 0
+        self.pool.complete_transfer(transfer)
+
     def take(self, pages: int) -> I32 | None:
         """Host pages for a transfer, int32 [groups, pages], evicting what nobody leases; None if there are not so
-        many."""
+        many now."""
         count = pages * self._groups
-        missing = count - self.pool.free_pages - self.pool.fenced_pages
+        missing = count - self.pool.free_pages
         if missing > 0:
             if missing > self._index.evictable_host_pages * self._groups:
                 return None
@@ -156,10 +171,18 @@ class HostTier:
         taken = self.pool.take(count, Owner.TRANSFER)
         return None if taken is None else taken.reshape(self._groups, pages)
 
-    def drop(self, runs: list[Dropped], transfers: tuple[int, ...] = ()) -> None:
-        """Host pages that left the index: free when their last reader and these transfers have completed."""
+    def drop(self, runs: list[Dropped]) -> None:
+        """Host pages that left the index: free when their last reader has completed, and storage has read them."""
         for run in runs:
-            self.pool.give_back(run.host.ravel(), Owner.INDEX, Fence(run.last_step, transfers))
+            pages = run.host.ravel()
+            writers = np.unique(self.writer[pages])
+            self.pool.give_back(pages, Owner.INDEX, Fence(run.last_step, tuple(writers[writers > 0].tolist())))
+
+    def check(self) -> None:
+        """Raise AssertionError if storage reads a page that may be written."""
+        self.pool.check()
+        owners = self.pool.owner[self.writer > 0]
+        assert np.isin(owners, (Owner.INDEX, Owner.FENCED)).all(), "storage reads a page that is free or written to"
 
     def _begin(self, lease: Lease, completed_step: int, evicts: bool) -> Copy | None:
         """Begin to copy what a path lacks, as much as one copy may; the rest goes back into its queue."""

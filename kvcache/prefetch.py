@@ -78,14 +78,28 @@ class Prefetch:
     """One request's prefetch."""
 
     __slots__ = (
-        *("arrived", "asked_s", "began_wait_s", "done", "first", "found", "key", "leader", "pieces", "policy"),
-        *("reason", "released", "timer", "waited_ms", "waiters"),
+        *(
+            "arrived",
+            "asked_s",
+            "began_wait_s",
+            "done",
+            "first",
+            "found",
+            "hashes",
+            "key",
+            "leader",
+            "pieces",
+            "policy",
+        ),
+        *("reason", "released", "timer", "waited_ms", "waiters", "wanted"),
     )
 
     def __init__(self, key: PrefixKey, policy: PrefetchPolicy, asked_s: float) -> None:
         self.key = key
         self.policy = policy
         self.asked_s = asked_s
+        self.wanted = 0
+        """Pages of the prefix that are of use."""
         self.first = 0
         """The first page that neither device nor host had."""
         self.found = -1
@@ -93,6 +107,8 @@ class Prefetch:
         self.arrived = 0
         """Of those, indexed."""
         self.pieces: list[_Piece] = []
+        self.hashes: list[bytes] = []
+        """Of the pages that it asked for."""
         self.done = False
         """Nothing more will come of it."""
         self.released = False
@@ -158,6 +174,7 @@ class Prefetcher:
     def begin(self, key: PrefixKey, matchable_pages: int, policy: PrefetchPolicy | None) -> Prefetch | None:
         """Ask storage for what the device and the host lack of a prefix; None if that is not worth it."""
         prefetch = Prefetch(key, policy or self._options.policy, self._loop.time())
+        prefetch.wanted = matchable_pages
         if not self._ask(prefetch, matchable_pages):
             return None
         if prefetch.policy == "timeout":
@@ -255,6 +272,7 @@ class Prefetcher:
             prefetch.leader = leader
             leader.waiters.append(prefetch)
             return True
+        prefetch.hashes = hashes
         for page_hash in hashes:
             self._reading.setdefault(page_hash, prefetch)
         self.counts.lookups += 1
@@ -280,7 +298,8 @@ class Prefetcher:
             probed = 0 if self._held_pages else min(pages, self._piece_pages)
             self.counts.cancelled += pages - probed
             pages = probed
-        room = min(int(self._host.pool.num_pages // self._groups * self._options.host_share) - self._held_pages, pages)
+        share = int(self._host.pool.num_pages // self._groups * self._options.host_share) - self._held_pages
+        room = min(share, pages, self._host.room_pages)
         host = self._host.take(max(room, 0))
         if host is None:
             host = self._host.take(0)
@@ -338,11 +357,13 @@ class Prefetcher:
 
     def _end(self, prefetch: Prefetch) -> None:
         prefetch.done = True
-        self._reading = {page: other for page, other in self._reading.items() if other is not prefetch}
+        for page_hash in prefetch.hashes:
+            if self._reading.get(page_hash) is prefetch:
+                del self._reading[page_hash]
         waiters, prefetch.waiters = prefetch.waiters, []
         for waiter in waiters:
             waiter.leader = None
-            if waiter.released or not self._ask(waiter, (waiter.key.length - 1) // waiter.key.page_tokens):
+            if waiter.released or not self._ask(waiter, waiter.wanted):
                 waiter.done = True
 
 

@@ -135,8 +135,8 @@ class RadixIndex:
         """Store device pages (int32 [groups, n]) that follow the lease's end, filled by `step`; the lease moves behind
         them. All of the lease's own path must be on the device.
 
-        Returns bool [n]: which pages the index took. Where it has device pages for these tokens already, those stay,
-        and the giver keeps its own as private ones.
+        Returns bool [n]: which pages the index took. Where it has device pages for these tokens already it takes none
+        and the lease stops: to hold pages that its owner does not read would pin each of them twice.
         """
         count = pages.shape[1]
         assert len(raw) == count * self._page_bytes
@@ -147,19 +147,19 @@ class RadixIndex:
             child = node.children.get(raw[start : start + self._page_bytes])
             if child is None:
                 taken[at:] = True
-                node = self._append(node, raw[start:], pages[:, at:], step)
+                node, at = self._append(node, raw[start:], pages[:, at:], step), count
+            elif child.device.shape[1]:
                 break
-            common = self._common(child.key, raw, start)
-            node = child if common == child.length else self._split(child, common)
-            self._hold(node)
-            have = node.device.shape[1]
-            if have < common:
+            else:
                 # Only the host had them: these bytes are the same, and nobody need load them any more.
-                taken[at + have : at + common] = True
-                self._set_device(node, pages[:, at + have : at + common], step)
-            at += common
+                common = self._common(child.key, raw, start)
+                node = child if common == child.length else self._split(child, common)
+                self._hold(node)
+                taken[at : at + common] = True
+                self._set_device(node, pages[:, at : at + common], step)
+                at += common
         lease.node = node
-        lease.num_pages += count
+        lease.num_pages += at
         return taken
 
     def load(self, lease: Lease, pages: I32, step: int) -> None:

@@ -96,15 +96,16 @@ def test_pages_are_conserved_and_no_fence_is_jumped(actions: list[tuple[int, int
     pool = PagePool(12)
     held: list[I32] = []
     fences: list[tuple[I32, int, int]] = []
-    step = 0
+    step = transfers = 0
     for kind, amount, which in actions:
         if kind == 0 and (pages := pool.take(amount)) is not None:
             held.append(pages)
         elif kind == 1 and held:
             pages = held.pop(which % len(held))
-            pool.open_transfer(len(fences))
-            fences.append((pages, step + amount, len(fences)))
-            pool.give_back(pages, Owner.REQUEST, Fence(step + amount, (len(fences) - 1,)))
+            transfers += 1
+            pool.open_transfer(transfers)
+            fences.append((pages, step + amount, transfers))
+            pool.give_back(pages, Owner.REQUEST, Fence(step + amount, (transfers,)))
         elif kind == 2:
             step += amount
             pool.complete_step(step)

@@ -85,6 +85,16 @@ def test_a_second_turn_reuses_the_first() -> None:
     in_world(WorldShape(), scenario)
 
 
+def test_an_answer_that_fills_the_pool_can_be_asked_for_again() -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(3):
+            watched = world.submit([1, 2, 3, 4, 5], 59)
+            await watched.ended.wait()
+            assert watched.finished is not None and watched.finished.reason == "length"
+
+    in_world(WorldShape(pages=16), scenario)
+
+
 def test_the_radix_cache_can_be_off() -> None:
     async def scenario(world: World) -> None:
         for _ in range(2):

@@ -387,6 +387,37 @@ def test_a_killed_agent_is_started_again_and_its_store_used() -> None:
     assert world.agents == 2
 
 
+def test_b22_host_pages_that_storage_reads_are_not_used_again_though_the_device_and_their_prefix_are_gone() -> None:
+    async def scenario(world: World) -> None:
+        watched = world.submit(PROMPT, 3)
+        await watched.ended.wait()
+        world.hang_agent(0.8)
+        await asyncio.sleep(0.05)
+        assert world.engine.writing
+        world.kill_device()
+        await asyncio.sleep(0.3)
+        for i in range(4):
+            await ask(world, [i * 7 + 1] * 40, 1)
+        await settled(world)
+        world.engine.flush_cache()
+        await ask(world)
+
+    play(msgspec.structs.replace(DISK, host_pages=14), scenario)
+
+
+def test_hanging_storage_fails_nobody_who_does_not_need_it() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        world.hang_agent(600.0)
+        for i in range(3):
+            other = world.submit([i, *range(1, 40)], 20)
+            await other.ended.wait()
+            assert other.finished is not None and other.finished.reason == "length"
+            assert other.started is not None and other.started.queue_ms < 100
+
+    play(msgspec.structs.replace(DISK, pages=16), scenario)
+
+
 def test_the_parts_of_a_start_add_up() -> None:
     async def scenario(world: World) -> None:
         await ask(world)
