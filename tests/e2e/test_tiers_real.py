@@ -15,7 +15,7 @@ import pytest
 from e2e.tiered import TieredEngine, tiered_engine, until
 
 from headrace.kvcache.storage.disk.inspect import summary, verify
-from headrace.kvcache.storage.disk.record import HEADER_BYTES
+from headrace.kvcache.storage.disk.record import HEADER_BYTES, read_header
 from headrace.kvcache.storage.disk.segments import parse_name
 from headrace.sched.messages import Started
 from headrace.server.text import TextService
@@ -50,19 +50,32 @@ def long_prompt(model_file: Path) -> list[int]:
 
 
 def damage_a_page(directory: Path) -> int:
-    """Flip a byte in the middle of what one chain, written in order into an empty directory, has there; which page."""
+    """Flip a byte of one of the pages of a chain that is alone in a directory; which page of the chain it was.
+
+    Slots are filled in the order in which writes get to them, so a page's place in the chain is found by its parents.
+    """
     (file,) = (file for file in directory.iterdir() if parse_name(file.name) is not None)
     parsed = parse_name(file.name)
     assert parsed is not None
-    page, record_bytes = summary(str(directory)).pages // 2, parsed[1]
+    slot, record_bytes = summary(str(directory)).pages // 2, parsed[1]
+    parents: dict[bytes, bytes] = {}
     with file.open("r+b") as segment:
-        segment.seek(page * record_bytes + HEADER_BYTES + 1000)
+        for other in range(summary(str(directory)).pages):
+            segment.seek(other * record_bytes)
+            page = read_header(memoryview(segment.read(HEADER_BYTES)))
+            parents[page.key] = page.parent
+            if other == slot:
+                key = page.key
+        segment.seek(slot * record_bytes + HEADER_BYTES + 1000)
         (byte,) = segment.read(1)
         segment.seek(-1, 1)
         segment.write(bytes([byte ^ 1]))
     found = verify(str(directory))
-    assert [bad.slot for bad in found.bad] == [page] and found.good == found.pages - 1
-    return page
+    assert [bad.slot for bad in found.bad] == [slot] and found.good == found.pages - 1
+    depth = 0
+    while parents[key] in parents:
+        key, depth = parents[key], depth + 1
+    return depth
 
 
 def by_tier(started: Started) -> tuple[int, int, int]:
