@@ -39,6 +39,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_timeout_per_ki_token: _Seconds = 0.25
     """Seconds (SGLang's name)."""
     io_threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    read_mb_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Read no faster, in MB a second, from a disk that others need too; 0 for no bound."""
     lookup_timeout_s: _Deadline = 0.1
     transfer_timeout_s: _Deadline = 10.0
     breaker_s: _Deadline = 10.0
@@ -78,6 +80,8 @@ def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerp
         )
     extra = _extra(settings)
     storage = None
+    if extra.read_mb_per_s and backend != "disk":
+        raise BadSetting("read_mb_per_s has no effect here: it bounds the disk of --hicache-storage-backend disk.")
     if backend is not None:
         capacity_bytes = size_of(settings.disk_cache_size) if settings.disk_cache_size else DEFAULT_DISK_BYTES
         if capacity_bytes < groups * slot_bytes:
@@ -96,6 +100,7 @@ def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerp
             directory=_directory(settings) if backend == "disk" else "",
             fsync=settings.disk_cache_fsync,
             threads=extra.io_threads,
+            read_bytes_per_s=extra.read_mb_per_s * 1e6,
         )
     return TierPlan(
         host_pages=host_pages,

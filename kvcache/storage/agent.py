@@ -122,6 +122,7 @@ class Agent:
             payload_bytes=tuple(command.slot_bytes),
             model=command.model,
             fsync=command.fsync,
+            read_bytes_per_s=command.read_bytes_per_s,
         )
         store = open_disk_store(settings)
         # What opening left behind stays; a collection over it would only cost time.

@@ -57,6 +57,8 @@ class OpenStore(msgspec.Struct, tag="open", frozen=True):
     """Acknowledge a page only when it would survive a power cut."""
     threads: int = 4
     """Blocking calls of the store at a time."""
+    read_bytes_per_s: float = 0.0
+    """A bound on what the disk store reads; 0 for none."""
 
 
 class Lookup(msgspec.Struct, tag="lookup", frozen=True):

@@ -2,7 +2,8 @@
 """Time to first token by the tier that has the prompt's KV: cold, device, host, disk, disk after a restart.
 
     scripts/bench/tiers.py [--tokens 512 2048 7000] [--repeats 3] [--json FILE] [--plot FILE.png]
-    scripts/bench/tiers.py --working-set [--sessions 8] [--turns 4] [--turn-tokens 256]
+    scripts/bench/tiers.py --working-set [--sessions 32] [--turns 4] [--turn-tokens 1000] [--clients 8]
+    scripts/bench/tiers.py --slow-storage [--tokens 1024] [--repeats 10]
 
 Starts real servers on a free port, float32 by default so that the ids of all tiers must be equal (they are compared).
 Between two measurements `/flush_cache?tier=…` takes the prompt out of the tiers above. A host or disk hit should cost a
@@ -17,6 +18,7 @@ import json
 import mmap
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,14 +35,17 @@ from rich.console import Console
 from rich.table import Table
 
 VOCAB = 40_000
-START_S = 60.0
+OUTPUTS = 32
+"""Of each turn of a working set."""
+WARM_UP_PAIRS = 2
+"""How slow storage is has to be seen before anyone can decide by it."""
 
 
 class Server:
     """A `headrace serve` of our own."""
 
     def __init__(self, directory: Path | None, flags: Sequence[str]) -> None:
-        disk = [] if directory is None else ["--disk-cache-dir", str(directory), "--disk-cache-size", "8GB"]
+        disk = [] if directory is None else ["--disk-cache-dir", str(directory), "--disk-cache-size", "16GB"]
         command = [sys.executable, "-P", "-m", "headrace.server", "serve", "--port", "0", *disk, *flags]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the server)
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, text=True)
@@ -180,30 +186,104 @@ def measure(tokens: int, repeats: int, flags: Sequence[str]) -> dict[str, list[f
     return times
 
 
-def working_set(sessions: int, turns: int, turn_tokens: int, flags: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Sessions that come back in turns, with the device alone and with all tiers: tokens/s and mean TTFT."""
-    total = sessions * turns * (turn_tokens + 32)
-    quarter = max(total // 4, turns * (turn_tokens + 32) + 64)
+def without_storage(flags: Sequence[str]) -> list[str]:
+    """The flags of a server that has no storage: one of a tier that is not there would be refused."""
+    return [flag for flag in flags if flag not in ("--hicache-storage-prefetch-policy", "wait_complete")]
+
+
+def working_set(sessions: int, turns: int, turn_tokens: int, clients: int, flags: Sequence[str]) -> dict[str, Any]:
+    """Sessions that come back in turns, with the device alone and with all tiers; each pool holds a quarter of them.
+
+    Figures of both: output tokens/s, mean TTFT in ms, in all and by turn, and prompt tokens that had to be computed.
+    """
+    total = sessions * turns * (turn_tokens + OUTPUTS)
+    quarter = max(total // 4, turns * (turn_tokens + OUTPUTS) + 64)
     pool = ["--max-total-tokens", str(quarter)]
-    results: dict[str, dict[str, float]] = {}
-    # A tier flag without a tier would be refused.
-    bare = [flag for flag in flags if flag not in ("--hicache-storage-prefetch-policy", "wait_complete")]
+    results: dict[str, Any] = {}
+    bare = without_storage(flags)
     for name, tiers in (("device alone", []), ("three tiers", ["--hicache-ratio", "1.0"])):
-        with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, ThreadPoolExecutor(clients) as crowd:
             directory = Path(folder) / "kv" if tiers else None
             with serving(directory, [*(flags if tiers else bare), *pool, *tiers]) as server:
+                ask(server, prompt(64, 10**6))
                 histories = [prompt(turn_tokens, 1000 + i) for i in range(sessions)]
-                firsts: list[float] = []
+                by_turn: list[float] = []
                 began = time.perf_counter()
                 for turn in range(turns):
-                    for i, history in enumerate(histories):
-                        answer = ask(server, history, 32)
-                        firsts.append(answer.first_token_ms)
-                        histories[i] = history + answer.ids + prompt(turn_tokens, 7000 + 100 * turn + i)
+                    answers = list(crowd.map(lambda history: ask(server, history, OUTPUTS), histories))
+                    by_turn.append(statistics.fmean(answer.first_token_ms for answer in answers))
+                    for i, answer in enumerate(answers):
+                        histories[i] += answer.ids + prompt(turn_tokens, 7000 + 100 * turn + i)
+                    print(f"{name}: turn {turn + 1} of {turns}, mean TTFT {by_turn[-1]:.0f} ms", file=sys.stderr)
                 elapsed_s = time.perf_counter() - began
-        tokens = sessions * turns * 32
-        results[name] = {"output_tokens_per_s": tokens / elapsed_s, "mean_first_token_ms": statistics.fmean(firsts)}
+                computed = server.metric("prompt_tokens_total") - server.metric("cached_prompt_tokens_total")
+        results[name] = {
+            "output_tokens_per_s": sessions * turns * OUTPUTS / elapsed_s,
+            "mean_first_token_ms": statistics.fmean(by_turn),
+            "first_token_ms_by_turn": by_turn,
+            "computed_prompt_tokens": computed,
+        }
     return results
+
+
+def slow_storage(tokens: int, pairs: int, token_bytes: int, flags: Sequence[str]) -> dict[str, list[float]]:
+    """TTFT in ms of prompts that a slowed disk has, asked in turns of three servers: one without storage, one that
+    decides by `adaptive`, one by `wait_complete`. Reading a prompt takes twice as long as computing it."""
+    prompts = [prompt(tokens, 50_000 + seed) for seed in range(pairs + WARM_UP_PAIRS)]
+    pool = ["--max-total-tokens", str(max(4096, 2 * tokens))]
+    times: dict[str, list[float]] = {"no storage": [], "adaptive": [], "wait_complete": []}
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, contextlib.ExitStack() as stack:
+        first = Path(folder) / "adaptive"
+        with serving(first, [*flags, *pool]) as server:
+            ask(server, prompt(64, 10**6))
+            cold_ms = statistics.median(ask(server, ids).first_token_ms for ids in prompts)
+            server.settle()
+        second = shutil.copytree(first, Path(folder) / "wait_complete")
+        slow = {"read_mb_per_s": tokens * token_bytes / (2 * cold_ms * 1e3), "transfer_timeout_s": 600}
+        servers = {"no storage": stack.enter_context(serving(None, [*without_storage(flags), *pool]))}
+        for policy, directory in (("adaptive", first), ("wait_complete", second)):
+            slowed = [
+                "--hicache-storage-backend-extra-config",
+                json.dumps(slow),
+                "--hicache-storage-prefetch-policy",
+                policy,
+            ]
+            servers[policy] = stack.enter_context(serving(directory, [*flags, *pool, *slowed]))
+        for server in servers.values():
+            ask(server, prompt(64, 10**6))
+        for number, ids in enumerate(prompts):
+            for name, server in servers.items():
+                first_ms = ask(server, ids).first_token_ms
+                if number >= WARM_UP_PAIRS:
+                    times[name].append(first_ms)
+                print(f"prompt {number + 1} of {len(prompts)}, {name}: {first_ms:.0f} ms", file=sys.stderr)
+    return times
+
+
+def _show_working_set(console: Console, results: dict[str, Any], title: str) -> None:
+    table = Table("", "output tokens/s", "mean TTFT ms", "by turn", "prompt tokens computed", title=title)
+    for name, found in results.items():
+        by_turn = " / ".join(f"{value:.0f}" for value in found["first_token_ms_by_turn"])
+        table.add_row(
+            *(name, f"{found['output_tokens_per_s']:.1f}", f"{found['mean_first_token_ms']:.0f}"),
+            *(by_turn, f"{found['computed_prompt_tokens']:.0f}"),
+        )
+    alone, tiers = results["device alone"], results["three tiers"]
+    ratios = {name: tiers[name] / alone[name] for name in ("output_tokens_per_s", "mean_first_token_ms")}
+    table.add_row(
+        *("ratio", f"{ratios['output_tokens_per_s']:.2f}", f"{ratios['mean_first_token_ms']:.2f}", ""),
+        f"{tiers['computed_prompt_tokens'] / alone['computed_prompt_tokens']:.2f}",
+    )
+    console.print(table)
+    console.print("The ratio of computed tokens is what both others could reach if nothing but prefill took time.")
+
+
+def _show_slow_storage(console: Console, times: dict[str, list[float]], tokens: int) -> None:
+    table = Table("", "median TTFT ms", "least", "most", "median of pairs", title=f"{tokens} tokens, slowed storage")
+    for name, values in times.items():
+        ratio = statistics.median(value / alone for value, alone in zip(values, times["no storage"]))
+        table.add_row(name, *(f"{f(values):.0f}" for f in (statistics.median, min, max)), f"{ratio:.2f}")
+    console.print(table)
 
 
 def main() -> int:
@@ -213,29 +293,33 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", help="of the server (default float32)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens in a page (default 16)")
     parser.add_argument("--working-set", action="store_true", help="sessions that come back, instead")
-    parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--sessions", type=int, default=32)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--turn-tokens", type=int, default=256)
+    parser.add_argument("--turn-tokens", type=int, default=1000, help="that each turn adds (default 1000)")
+    parser.add_argument("--clients", type=int, default=8, help="sessions that ask at a time (default 8)")
+    parser.add_argument("--slow-storage", action="store_true", help="a disk that is slower than computing, instead")
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw them as a PNG (needs matplotlib)")
     options = parser.parse_args()
     flags = ["--dtype", options.dtype, "--log-level", "warning", "--hicache-storage-prefetch-policy", "wait_complete"]
     flags += ["--page-size", str(options.page_size)]
+    token_bytes = 30 * 2 * 3 * 64 * (4 if options.dtype == "float32" else 2)
     console = Console()
     if options.working_set:
-        results = working_set(options.sessions, options.turns, options.turn_tokens, flags)
-        table = Table(
-            "", "output tokens/s", "mean TTFT ms", title=f"{options.sessions} sessions x {options.turns} turns"
-        )
-        for name, found in results.items():
-            table.add_row(name, *(f"{value:.1f}" for value in found.values()))
-        console.print(table)
+        results = working_set(options.sessions, options.turns, options.turn_tokens, options.clients, flags)
+        title = f"{options.sessions} sessions x {options.turns} turns of {options.turn_tokens} tokens, {options.dtype}"
+        _show_working_set(console, results, title)
         _write(options.json, results)
+        return 0
+    if options.slow_storage:
+        tokens = options.tokens[0]
+        times = slow_storage(tokens, options.repeats, token_bytes, flags)
+        _show_slow_storage(console, times, tokens)
+        _write(options.json, {"ttft_ms": times, "tokens": tokens})
         return 0
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         bandwidth = {"host": memory_gbps(), "disk": disk_gbps(Path(folder))}
     bandwidth["restart"] = bandwidth["disk"]
-    token_bytes = 30 * 2 * 3 * 64 * (4 if options.dtype == "float32" else 2)
     table = Table("tokens", "tier", "TTFT ms", "of cold", "floor ms", "over device / floor")
     figures: dict[str, dict[str, float]] = {}
     for tokens in options.tokens:

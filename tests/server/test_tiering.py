@@ -267,3 +267,11 @@ def test_a_file_that_is_no_text_is_refused_as_one_that_is_no_json(tmp_path: Path
         "hicache_storage_backend_extra_config": f"@{tmp_path}/extra.json",
     }
     assert "Give a JSON object" in refusal(**flags)
+
+
+def test_a_bound_on_reading_reaches_the_disk_and_is_refused_without_one(tmp_path: Path) -> None:
+    bound = '{"read_mb_per_s": 15}'
+    plan = tiers(disk_cache_dir=str(tmp_path), hicache_storage_backend_extra_config=bound)
+    assert plan.storage is not None and plan.storage.read_bytes_per_s == 15e6
+    message = refusal(hicache_storage_backend="memory", hicache_storage_backend_extra_config=bound)
+    assert "read_mb_per_s" in message and "disk" in message

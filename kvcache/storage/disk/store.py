@@ -28,6 +28,7 @@ from headrace.kvcache.storage.disk.files import say
 from headrace.kvcache.storage.disk.hashing import I64
 from headrace.kvcache.storage.disk.journal import Journal
 from headrace.kvcache.storage.disk.ownership import Claim
+from headrace.kvcache.storage.disk.pace import Pace
 from headrace.kvcache.storage.disk.record import HEADER_BYTES, PageId
 from headrace.kvcache.storage.disk.records import Fault, Records
 from headrace.kvcache.storage.disk.segments import Segment, Segments, make_segment
@@ -58,6 +59,8 @@ class DiskSettings(msgspec.Struct, frozen=True):
     """Of a page, per group."""
     model: bytes
     fsync: bool = False
+    read_bytes_per_s: float = 0.0
+    """A bound on reading; 0 for none."""
 
 
 class DiskStore:
@@ -90,6 +93,7 @@ class DiskStore:
         self._growing = threading.Lock()
         """One segment is made at a time. Taken before `_lock`; no reader passes here."""
         self._records = Records(self._files)
+        self._pace = Pace(settings.read_bytes_per_s)
         self._upkeep = Upkeep(self._lock, table, segments, spaces, journal, clock_s)
         self._grow_not_before_s = 0.0
         self._growth_fault = ""
@@ -129,9 +133,11 @@ class DiskStore:
                 self._discard(int(slots[good]), generations[good], fault)
         finally:
             self._unpin(slots)
+        size_bytes = good * self._settings.payload_bytes[run.group]
+        self._pace.spend(size_bytes)
         with self._lock:
             self._read_pages += good
-            self._read_bytes += good * self._settings.payload_bytes[run.group]
+            self._read_bytes += size_bytes
         if fault is not None:
             return Got(good, corrupt=1, message=f"page {good} of the read is not good: {fault.what}")
         return Got(good, missing=run.count - good)
