@@ -1,8 +1,8 @@
 """Page copies between the device pool and the host pool, torch reference.
 
 A host page is one blob: the page's part of each of its group's layers, one after the other, each laid out as in the
-device pool (`kv_pool`). On a CPU both pools are ordinary memory and a copy is a command like any other; a load brings
-layer k's part right before layer k computes.
+device pool (`kv_pool`). On a CPU both pools are ordinary memory, and a copy is work like any other. When it is made is
+the streams' business (`streams`): a load's layers come one by one, each with an event of its own.
 
 in     the mapping of the host pool; pairs of host and device pages
 out    device pages (`PageLoad.bring`), host pages (`back_up`)
@@ -46,8 +46,9 @@ class PageLoad:
     def __init__(self, pool: KvPool, host: HostPages, host_pages: I32, device_pages: I32) -> None:
         self._pool = pool
         self._host = host
-        self._from = torch.from_numpy(host_pages.copy())
-        self._to = torch.from_numpy(device_pages.copy()).long()
+        self.pages = host_pages.copy(), device_pages.copy()
+        self._from = torch.from_numpy(self.pages[0])
+        self._to = torch.from_numpy(self.pages[1]).long()
 
     def bring(self, layer: int) -> None:
         """Copy the pages' part of the group's `layer`-th layer. Raises IndexError for a page outside its pool."""

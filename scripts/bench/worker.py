@@ -24,6 +24,7 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.registry import load_model
 from headrace.ops.sampler import Sampler
 from headrace.ops.step import StepRunner
+from headrace.ops.streams import cpu_streams
 from headrace.ops.warm_up import StepProbe, StepShape
 from headrace.ops.wire import GroupShape
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, cache_folder, resolve
@@ -68,7 +69,7 @@ def measure(model: str, dtype: str, seconds: float) -> tuple[float, list[Speed]]
     group = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
     pages = max(max(STREAMS) * (CONTEXT_TOKENS // PAGE_TOKENS + 1), max(PROMPTS) // PAGE_TOKENS)
     pool = KvPool(group, pages, PAGE_TOKENS, max(STREAMS), max(PROMPTS), DTYPES[dtype])
-    runner = StepRunner(loaded, [pool], Sampler(max(STREAMS), config.vocab_size), None)
+    runner = StepRunner(loaded, [pool], Sampler(max(STREAMS), config.vocab_size), None, cpu_streams())
     probe = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
     return load_s, [_speed(probe, dtype, shape, seconds) for shape in SHAPES]
 
