@@ -1,7 +1,7 @@
 """What the operations of a step touch, as they declare it to their streams.
 
-Only a stream that checks asks, so what is here may take its time. The memories: "ring", by slot; "future tokens", by
-request slot; "device pages" and "host pages" of a group, by page and the group's layer.
+Only a stream that checks asks, so what is here may take its time. The memories: "batches", "masks" and "results" by
+ring slot, "future tokens" by request slot, "device pages" and "host pages" of a group by page and the group's layer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from headrace.ops.streams import Operation, Region
 from headrace.ops.wire import I32, ForwardBatch
 
 
-def batch_slot(name: str, step: int, ring_slot: int) -> Operation:
-    """A command that reads a batch or masks from the ring and leaves results there."""
-    slot = [Region("ring", 0, [ring_slot])]
-    return Operation(f"{name} of step {step}", slot, slot)
+def forward(step: int, ring_slot: int) -> Operation:
+    """What `Forward` touches in the ring; prompt logprobs are results already."""
+    return Operation(
+        f"forward of step {step}", [Region("batches", 0, [ring_slot])], [Region("results", 0, [ring_slot])]
+    )
+
+
+def sample(step: int, ring_slot: int) -> Operation:
+    """What `Sample` touches in the ring."""
+    reads = [Region("batches", 0, [ring_slot]), Region("masks", 0, [ring_slot])]
+    return Operation(f"sample of step {step}", reads, [Region("results", 0, [ring_slot])])
 
 
 def inputs(batch: ForwardBatch) -> Operation:

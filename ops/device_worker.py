@@ -216,7 +216,7 @@ class DeviceWorker:
             batch = self._ring.read(command.ring_slot)
             if batch.step != command.step:
                 raise ValueError(f"ring slot {command.ring_slot} holds step {batch.step}, not {command.step}")
-            self._streams.compute.uses(partial(accesses.batch_slot, "forward", command.step, command.ring_slot))
+            self._streams.compute.uses(partial(accesses.forward, command.step, command.ring_slot))
             self._runner.forward(batch, self._ring.results(command.ring_slot))
         except Exception as problem:
             self._fail(command.step, problem)
@@ -234,7 +234,7 @@ class DeviceWorker:
             mask_rows, mask_bits = self._ring.masks(command.ring_slot)
             masks = slice(0, command.masks)
             results = self._ring.results(command.ring_slot)
-            self._streams.compute.uses(partial(accesses.batch_slot, "sample", command.step, command.ring_slot))
+            self._streams.compute.uses(partial(accesses.sample, command.step, command.ring_slot))
             self._steps.append(self._runner.sample(command.step, mask_rows[masks], mask_bits[masks], results))
         except Exception as problem:
             self._fail(command.step, problem)
