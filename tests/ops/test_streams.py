@@ -17,11 +17,9 @@ from torch import Tensor
 
 from headrace.ops.step import Sampled, StepRunner
 from headrace.ops.streams import CpuStream, Event, Operation, Region, Streams, cpu_streams
-from headrace.ops.wire import (
-    Backup,
-)
+from headrace.ops.wire import Backup
 
-SEEDS = range(20)
+SEEDS = range(16)
 TURNS = 12
 HOST_POOL = 4 * 16384
 
