@@ -120,7 +120,7 @@ class StreamServer:
         self._launch(list(feeds.values()), loads)
         if self._rng.random() < 0.6:
             self._back_up()
-        if self._rng.random() < 0.2:
+        if self._rng.random() < 0.4:
             self._prefetch()
 
     def _begin(self, slot: int) -> list[tuple[int, int]]:

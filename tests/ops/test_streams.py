@@ -19,7 +19,7 @@ from headrace.ops.step import Sampled, StepRunner
 from headrace.ops.streams import CpuStream, Event, Operation, Region, Streams, cpu_streams
 from headrace.ops.wire import Backup
 
-SEEDS = range(16)
+SEEDS = range(24)
 TURNS = 12
 HOST_POOL = 4 * 16384
 
@@ -186,10 +186,11 @@ def test_b22_a_backup_that_is_answered_before_it_has_copied_is_found(
 
 def test_b21_a_server_that_gives_out_pages_too_soon_is_found(small_model: Path, in_order: list[Outcome]) -> None:
     conflicts, wrong = found(small_model, in_order, fences=False)
+    # Whoever came first on a schedule.
     assert re.search(
-        r"^load .* overwrites .* device pages .* nothing says that attention .* has read it$", conflicts, re.M
+        r"^(attention .* device pages .* load of|load of .* device pages .* attention of)", conflicts, re.M
     )
-    assert re.search(r"^storage overwrites .* host pages .* nothing says that load .* has read it$", conflicts, re.M)
+    assert re.search(r"^(storage .* host pages .* load of|load of .* host pages .* storage)", conflicts, re.M)
     assert wrong
 
 
@@ -198,7 +199,8 @@ def test_b21_a_server_that_gives_out_pages_too_soon_is_found(small_model: Path, 
 
 
 class Watched:
-    """In-order streams; while an operation runs, all pages that it did not declare hold NaN."""
+    """In-order streams; while an operation runs, all pages that it did not declare hold NaN, and those that it declared
+    to read must stay as they are."""
 
     def __init__(self) -> None:
         compute, load, backup = (WatchedStream(self, at_once=at_once) for at_once in (True, False, False))
@@ -206,26 +208,39 @@ class Watched:
         self.server: StreamServer | None = None
         self.names: set[str] = set()
         self._hidden: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._read: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def host_uses(self, name: str, reads: Sequence[Region] = (), writes: Sequence[Region] = ()) -> None:
         self.begin(Operation(name, reads, writes))
 
     def begin(self, operation: Operation) -> None:
         """What was hidden from the last operation must be as it was, and comes back."""
+        for pages, read, kept in self._read:
+            assert torch.equal(pages[read], kept), "an operation wrote what it declared to read"
         for pages, hidden, kept in self._hidden:
             assert pages[hidden].isnan().all(), "an operation wrote what it did not declare"
             pages[hidden] = kept
+        self._read.clear()
         self._hidden.clear()
         self.names.add(operation.name.split()[0])
         if self.server is None:
             return
         for memory, pages in (("device", self.server.device_pages), ("host", self.server.host_pages)):
-            hidden = torch.ones(pages.shape[:2], dtype=torch.bool)
-            for region in (*operation.reads, *operation.writes):
-                if region.memory.startswith(memory):
-                    hidden[region.layer, list(region.places)] = False
+            written = _marked(pages, memory, operation.writes)
+            read = _marked(pages, memory, operation.reads) & ~written
+            hidden = ~(written | read)
+            self._read.append((pages, read, pages[read]))
             self._hidden.append((pages, hidden, pages[hidden]))
             pages[hidden] = math.nan
+
+
+def _marked(pages: Tensor, memory: str, regions: Sequence[Region]) -> Tensor:
+    """bool `[layers, pages]`"""
+    marked = torch.zeros(pages.shape[:2], dtype=torch.bool)
+    for region in regions:
+        if region.memory.startswith(memory):
+            marked[region.layer, list(region.places)] = True
+    return marked
 
 
 class WatchedStream(CpuStream):
