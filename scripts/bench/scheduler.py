@@ -24,6 +24,7 @@ from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.ops.wire import BatchRing, RingGeometry
 from headrace.sched.batch import encode, max_batch_bytes
+from headrace.sched.budget import StepBudget
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.messages import SamplingParams, Submit
 from headrace.sched.request import Request
@@ -55,11 +56,11 @@ class NullDevice:
         prompt = self.rng.integers(0, VOCAB, PROMPT_TOKENS).astype(np.int32)
         submit = Submit(self.handles, prompt, SamplingParams(max_tokens=max_tokens))
         key = PrefixKey(namespace(b"", "", ""), PAGE_TOKENS, prompt, PROMPT_TOKENS)
-        self.scheduler.enqueue(Request(submit, key, self.handles, 0.0))
+        self.scheduler.enqueue(Request(submit, key, self.handles, 0.0), 0.0)
 
     def prepare(self) -> None:
         """Choose, encode and launch a step."""
-        batch, _ = self.scheduler.prepare(self.step, lambda rows, context: 1 << 20)
+        batch, _ = self.scheduler.prepare(self.step, 0.0, lambda rows: StepBudget(1 << 20))
         assert batch is not None
         views = self.ring.write(self.step % 3, self.step, batch.counts)
         encode(views, batch, self.scheduler.table, PAGE_TOKENS)
