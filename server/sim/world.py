@@ -41,6 +41,7 @@ from headrace.sched.batch import max_batch_bytes
 from headrace.sched.engine import Engine, EngineOptions
 from headrace.sched.executors.oracle import OracleDevice, expected, prompt_logprob_at
 from headrace.sched.messages import Finished, PromptLogprobs, SamplingParams, Started, StepDeltas, Submit
+from headrace.sched.policies import SchedulePolicy
 from headrace.server.sim.storage import SimAgent, StorageTimes
 from headrace.server.sim.trace import Trace
 from headrace.server.sim.transport import Faults, SimLink, SimServer
@@ -67,6 +68,9 @@ class WorldShape(msgspec.Struct, frozen=True):
     max_queued_requests: int = 64
     max_queued_tokens: int = 1 << 16
     conservativeness: float = 1.0
+    schedule_policy: SchedulePolicy = "least-work"
+    preempt_above: int | None = None
+    target_itl_ms: float = 0.0
     host_pages: int = 0
     write_policy: WritePolicy = "write_through"
     storage_pages: int = 0
@@ -200,6 +204,9 @@ class World:
             max_queued_requests=shape.max_queued_requests,
             max_queued_tokens=shape.max_queued_tokens,
             conservativeness=shape.conservativeness,
+            schedule_policy=shape.schedule_policy,
+            preempt_above=shape.preempt_above,
+            target_itl_ms=shape.target_itl_ms,
             host_pages=shape.host_pages,
             storage=self._open_store() if shape.storage_pages else None,
             storage_limits=StorageLimits(lookup_s=0.05, limbo_s=1.0, breaker_s=1.0),
@@ -219,10 +226,13 @@ class World:
         with contextlib.suppress(asyncio.CancelledError):
             await self._engine_task
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 8, salt: str = "", **sampling: object) -> Watched:
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int = 8, salt: str = "", priority: int = 0, **sampling: object
+    ) -> Watched:
         """Submit a prompt; raises what the engine raises."""
         params = msgspec.convert({"max_tokens": max_tokens, **sampling}, SamplingParams)
-        return self.submit_message(Submit(len(self.requests) + 1, np.array(prompt, np.int32), params, cache_salt=salt))
+        ids = np.array(prompt, np.int32)
+        return self.submit_message(Submit(len(self.requests) + 1, ids, params, cache_salt=salt, priority=priority))
 
     def submit_message(self, submit: Submit) -> Watched:
         """The same for a ready message; its handle must be `len(requests) + 1`."""
