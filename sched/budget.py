@@ -25,6 +25,10 @@ FIXED_BUDGET_TOKENS: Final = 2048
 LONG_STEP_MS: Final = 20.0
 """Past this a step is launched shortly before its predecessor ends, so that arrivals need not wait a whole one more."""
 LAUNCH_LEAD_MS: Final = 3.0
+CAUTION_STEP: Final = 0.2
+"""Five retractions in a row, and admission reserves all that the running may still produce."""
+CAUTION_KEPT: Final = 0.9
+"""Of it, from one ended request to the next: after seven it is half."""
 _SMOOTHING: Final = 0.1
 
 
@@ -132,25 +136,28 @@ class StepBudget:
 class OutputForecast:
     """How much of `max_tokens` requests really use, so that admission need not reserve all of it.
 
-    A running request is expected to grow by `ratio x` what is left to it. The ratio follows ended requests, and jumps
-    up at a retraction (the forecast was too low), so that admission does not fill the pool into the next one. For a
-    request that was retracted itself more is reserved each time, half of the rest at least, whatever the factor of
-    conservativeness: it is not taken in only to be thrown out again.
+    A running request is expected to grow by `ratio x` what is left to it: what ended requests have used, times the
+    factor of conservativeness. A retraction says that this was too little, whatever the factor: caution grows with each
+    and wears off as requests end, and a request that was retracted itself comes back only with half of the rest
+    reserved, three quarters the next time, and so on. So a pool that is too small is filled too full once, not again
+    and again.
     """
 
     def __init__(self, conservativeness: float) -> None:
         self._conservativeness = conservativeness
         self._used = 0.7
+        self._caution = 0.0
 
     def ratio(self, retractions: int) -> float:
-        """Of the outputs that are left to the running, when one that was retracted so often asks to come back."""
-        return max(min(1.0, self._used * self._conservativeness), 1.0 - 0.5**retractions)
+        """Of the outputs that are left to the running, when one that was retracted so often asks to begin."""
+        return max(min(1.0, self._used * self._conservativeness), self._caution, 1.0 - 0.5**retractions)
 
     def ended(self, outputs: int, max_tokens: int) -> None:
         self._used += 0.05 * (outputs / max_tokens - self._used)
+        self._caution *= CAUTION_KEPT
 
     def retracted(self) -> None:
-        self._used = min(1.0, self._used + 0.15)
+        self._caution = min(1.0, self._caution + CAUTION_STEP)
 
 
 class LaunchClock:

@@ -64,6 +64,8 @@ from headrace.sched.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 WATCH_PERIOD_S: Final = 1.0
+ALARM_SLACK_S: Final = 1e-6
+"""A launch that is due so soon is due."""
 MAX_COPY_BYTES: Final = 8 << 20
 """Of one copy to the host, between two steps: 2 ms at 4 GB/s."""
 
@@ -103,6 +105,8 @@ class EngineOptions(msgspec.Struct, frozen=True):
     schedule_policy: SchedulePolicy = "least-work"
     preempt_above: int | None = None
     """A request whose priority is higher by more than this takes the place of one that runs; None: never."""
+    schedule_seed: int = 0
+    """Of the policy `random`."""
     target_itl_ms: float = 0.0
     """The longest gap between two decode steps that prefill should cause; 0 is `TARGET_STEP_MS`."""
     conservativeness: float = 1.0
@@ -146,6 +150,7 @@ class Engine:
             lambda tokens, context: self._costs.prefill_ms(tokens, context),
             options.schedule_policy,
             options.preempt_above,
+            options.schedule_seed,
         )
         self._requests: dict[int, Request] = {}
         self._orders = 0
@@ -389,7 +394,8 @@ class Engine:
         depth = 2 if self._options.overlap else 1
         while self._device.ready is not None and len(self._in_flight) < depth:
             at_s = self._clock.launch_at_s() if self._in_flight else 0.0
-            if at_s > self._loop.time():
+            # A clock of whole nanoseconds never reaches a float between two of them: the alarm would go off for ever.
+            if at_s > self._loop.time() + ALARM_SLACK_S:
                 if self._alarm is not None:
                     self._alarm.cancel()
                 self._alarm = self._loop.call_at(at_s, self._wake.set)

@@ -104,10 +104,10 @@ class Started(msgspec.Struct, frozen=True):
     """What computing the cached tokens would have taken now, by the cost model."""
     queue_ms: float
     """From submission to the launch of its first chunk."""
-    waited_for: WaitedFor
-    """What it waited for, in `queue_ms`, when it was last looked at before it began."""
     prefill_ms: float
     """From that launch to its first id."""
+    waited_for: WaitedFor = ""
+    """What it waited for, in `queue_ms`, when it was last looked at before it began."""
 
 
 class Finished(msgspec.Struct, frozen=True):

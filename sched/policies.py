@@ -57,7 +57,7 @@ def dfs_weight_order(paths: Sequence[Sequence[bytes]]) -> list[int]:
     parts: list[tuple[int, list[int]]] = [(0, list(range(len(paths))))]
     while parts:
         depth, members = parts.pop()
-        if depth < 0 or len(members) == 1:
+        if depth < 0 or len(members) <= 1:
             order.extend(members)
             continue
         depth = _common(paths, members, depth)

@@ -31,9 +31,11 @@ from headrace.ops.wire import (
     BatchRing,
     Forward,
     GroupShape,
+    Reply,
     RingGeometry,
     Start,
     StepCost,
+    StepDone,
     command_decoder,
     encoder,
 )
@@ -118,12 +120,13 @@ class _SimConnection:
         self._link = SimLink(rng, loop, world._delay_ns, far=faults, trace=world.trace, name=f"device{world.lives}")
         self.ring = BatchRing(bytearray(world.geometry.size_bytes), world.geometry)
         self.server = SimServer(loop, self._link.far, self._cost_ns)
-        reply = lambda reply: self.server.reply(encoder.encode(reply))  # noqa: E731
+        self._step_ms = 0.0
+        """What the last `Forward` took, where the engine was told what to expect."""
         costs = [
             StepCost(1, 0, 0, shape.forward_us / 1e3),
             StepCost(0, 100, 0, (shape.forward_us + 100 * shape.token_us) / 1e3),
         ]
-        device = OracleDevice(self.ring, reply, VOCAB, costs if shape.token_us else (), world.host_pool)
+        device = OracleDevice(self.ring, self._reply, VOCAB, costs if shape.token_us else (), world.host_pool)
         self.server.serve(lambda message: device.handle(command_decoder.decode(message)))
         self._world = world
 
@@ -141,6 +144,11 @@ class _SimConnection:
         self._link.near.close()
         self.server.stop()
 
+    def _reply(self, reply: Reply) -> None:
+        if isinstance(reply, StepDone):
+            reply = StepDone(reply.step, self._step_ms)
+        self.server.reply(encoder.encode(reply))
+
     def _cost_ns(self, message: bytes) -> int:
         shape = self._world.shape
         match command_decoder.decode(message):
@@ -150,7 +158,9 @@ class _SimConnection:
                 self._world.deepest = max(self._world.deepest, len(self._world.engine.in_flight))
                 prefill = self.ring.read(forward.ring_slot).counts.tokens if shape.token_us else 0
                 cost_us = shape.forward_us + prefill * shape.token_us
-                return int(cost_us * 1000 * (0.5 + self._world.rng.random()))
+                cost_ns = int(cost_us * 1000 * (0.5 + self._world.rng.random()))
+                self._step_ms = cost_ns / 1e6 if shape.token_us else 0.0
+                return cost_ns
             case _:
                 return 20_000
 
@@ -206,6 +216,7 @@ class World:
             conservativeness=shape.conservativeness,
             schedule_policy=shape.schedule_policy,
             preempt_above=shape.preempt_above,
+            schedule_seed=seed,
             target_itl_ms=shape.target_itl_ms,
             host_pages=shape.host_pages,
             storage=self._open_store() if shape.storage_pages else None,
