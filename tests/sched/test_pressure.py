@@ -58,9 +58,7 @@ def gaps_ms(target_itl_ms: float, prompts: int = 2) -> list[float]:
             at_s = loop.time()
         assert not watched.ended.is_set(), "it decoded all the while"
 
-    shape = WorldShape(
-        pages=1200, context_tokens=2048, prefill_tokens=1024, token_us=50.0, target_itl_ms=target_itl_ms
-    )
+    shape = WorldShape(pages=1200, context_tokens=2048, prefill_tokens=1024, token_us=50.0, target_itl_ms=target_itl_ms)
     in_world(shape, scenario)
     return gaps[1:-1]
 
