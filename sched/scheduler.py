@@ -274,12 +274,12 @@ class Scheduler:
         cache, needed = self.cache, self.cache.layout.pages(len(request.ids))
         if not self.table.free_slots:
             return "slot"
+        if self._is_being_filled(request):
+            return "prefix"
         if not budget.tokens(0):
             return "budget"
         if self._waits_for_storage(request):
             return "storage"
-        if self._is_being_filled(request):
-            return "prefix"
         holding = cache.open(request.key, request.limit_tokens, request.prompt_logprobs_from >= request.prompt_tokens)
         missing = needed - holding.count
         pages = cache.take(missing) if missing + self._reserve(request) <= cache.available_pages else None
