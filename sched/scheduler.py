@@ -239,18 +239,20 @@ class Scheduler:
         if self.retracted:
             # Slots and pages are on their way back already.
             return
-        cache, table = self.cache, self.table
-        missing = cache.layout.pages(len(urgent.ids)) - urgent.matched_tokens // self._page_tokens
-        room, slots, leaving = cache.available_pages, table.free_slots, list[Request]()
+        cache, slots, leaving = self.cache, self.table.free_slots, list[Request]()
+        # What it matches is not room for it: with that leased, the sums are those of its admission.
+        holding = self._open(urgent)
+        missing, room = cache.layout.pages(len(urgent.ids)) - holding.count, cache.available_pages
+        fits = slots > 0 and missing + self._reserve(urgent) <= room
         for request in sorted(self._with_pages(), key=lambda request: request.rank, reverse=True):
-            if slots and missing + self._reserve(urgent, leaving) <= room:
+            if fits or not self._outranks(urgent, request):
                 break
-            if not self._outranks(urgent, request):
-                return
             assert request.holding is not None
             leaving.append(request)
             slots, room = slots + 1, room + cache.returned_by(request.holding)
-        if slots and missing + self._reserve(urgent, leaving) <= room:
+            fits = missing + self._reserve(urgent, leaving) <= room
+        cache.close(holding, Fence())
+        if fits:
             for request in leaving:
                 self.retract(request)
 
@@ -280,7 +282,7 @@ class Scheduler:
             return "budget"
         if self._waits_for_storage(request):
             return "storage"
-        holding = cache.open(request.key, request.limit_tokens, request.prompt_logprobs_from >= request.prompt_tokens)
+        holding = self._open(request)
         missing = needed - holding.count
         pages = cache.take(missing) if missing + self._reserve(request) <= cache.available_pages else None
         if pages is None:
@@ -295,6 +297,10 @@ class Scheduler:
         self.waiting.remove(request)
         self._enter(request, holding)
         return ""
+
+    def _open(self, request: Request) -> Holding:
+        match = request.prompt_logprobs_from >= request.prompt_tokens
+        return self.cache.open(request.key, request.limit_tokens, match)
 
     def _reserve(self, request: Request, leaving: Sequence[Request] = ()) -> int:
         """Pages that admission leaves for the outputs of those that run, but for those leaving, and of this request

@@ -305,6 +305,11 @@ def _check_together(settings: Settings) -> None:
             f"A prompt as long as --context-length {context} could never wait under --max-queued-tokens "
             f"{settings.max_queued_tokens}: give --max-queued-tokens {context} or more, or a shorter context."
         )
+    if settings.target_itl_ms is not None and settings.skip_server_warmup:
+        raise BadSetting(
+            "--target-itl-ms needs what the warm-up measures: leave out --skip-server-warmup, or fix the tokens of a "
+            "step with --chunked-prefill-size."
+        )
     if settings.admin_api_key is not None and settings.admin_api_key == settings.api_key:
         raise BadSetting("--admin-api-key is the same as --api-key: give another, or leave it out.")
 

@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
 import pytest
+from sim.scenarios import in_world
 
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.sched.messages import SamplingParams, Submit
 from headrace.sched.request import Request, Stage
 from headrace.server.sim.storage import StorageTimes
-from headrace.server.sim.virtual_loop import run
 from headrace.server.sim.world import Watched, World, WorldShape
 
 PROMPT = list(range(40))
@@ -27,17 +26,6 @@ SLOW_STORAGE = msgspec.structs.replace(
     storage=StorageTimes(latency_us=30_000, page_us=0),
     prefetch=PrefetchOptions("wait_complete", threshold_tokens=4, piece_bytes=1),
 )
-
-
-def in_world(shape: WorldShape, scenario: Callable[[World], Coroutine[Any, Any, None]]) -> World:
-    async def main() -> World:
-        async with World(0, shape) as world:
-            await asyncio.sleep(0.2)
-            await scenario(world)
-            await world.finish()
-            return world
-
-    return run(main())
 
 
 def request_of(world: World, watched: Watched) -> Request:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim.scenarios import in_world
 
 from headrace.kvcache.cache import KvCache
 from headrace.kvcache.identity import PrefixKey, namespace
@@ -27,16 +28,6 @@ POLICIES: tuple[SchedulePolicy, ...] = get_args(SchedulePolicy)
 PAGE_TOKENS = 4
 LONG, SHORT = list(range(100, 120)), list(range(200, 208))
 """Two prefixes that the cache has: five pages, and two."""
-
-
-def in_world(shape: WorldShape, scenario: Callable[[World], Coroutine[Any, Any, None]], seed: int = 0) -> World:
-    async def main() -> World:
-        async with World(seed, shape) as world:
-            await scenario(world)
-            await world.finish()
-            return world
-
-    return run(main())
 
 
 def starts(world: World) -> list[int]:

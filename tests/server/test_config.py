@@ -85,6 +85,10 @@ def test_a_queue_too_short_for_one_prompt_is_refused() -> None:
     assert "--max-queued-tokens 4096 or more" in refusal({"context_length": "4096", "max_queued_tokens": "100"})
 
 
+def test_a_target_for_the_gap_needs_the_measurements_of_the_warm_up() -> None:
+    assert "leave out --skip-server-warmup" in refusal({"target_itl_ms": "50", "skip_server_warmup": True})
+
+
 def test_a_missing_chat_template_is_named() -> None:
     assert "/no/such.jinja: there is no such file" in refusal({"chat_template": "/no/such.jinja"})
 
