@@ -161,6 +161,7 @@ def _started(request: Request) -> Started:
         storage_reason=request.prefetch_reason,
         computed_ms_saved=request.saved_ms,
         queue_ms=(request.first_launch_s - request.arrival_s) * 1e3,
+        waited_for=request.waited_for,
         prefill_ms=(request.first_ids_s - request.first_launch_s) * 1e3,
     )
 

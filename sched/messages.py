@@ -17,7 +17,11 @@ from headrace.ops.wire import F32, I32
 MAX_LOGIT_BIASES: Final = 1024
 """Entries of `logit_bias`, and ids of `stop_ids`, that one request may have."""
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "queue_timeout", "error"]
+"""`timeout`: not done in time; `queue_timeout`: not begun in time."""
+WaitedFor: TypeAlias = Literal["", "turn", "slot", "pages", "budget", "prefix", "storage"]
+"""What a request waited for before it began, the last thing of several: nothing; others before it; a slot
+(`--max-running-requests`); KV pages; room in a step; pages that another request was computing; pages from storage."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -60,11 +64,14 @@ class Submit(msgspec.Struct, frozen=True):
     adapter: str = ""
     """Part of a page's identity; no adapters yet."""
     priority: int = 0
+    """Higher goes first."""
     return_cached_details: bool = False
     prefetch_policy: Literal["", "best_effort", "wait_complete", "timeout", "adaptive"] = ""
     """"" is the server's."""
     deadline_ms: float = 0.0
     """Time after submission at which the request ends with "timeout"; 0 is none."""
+    queue_deadline_ms: float = 0.0
+    """Time after submission at which it ends with "queue_timeout" if it has not begun; 0 is none."""
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -99,6 +106,8 @@ class Started(msgspec.Struct, frozen=True):
     """From submission to the launch of its first chunk."""
     prefill_ms: float
     """From that launch to its first id."""
+    waited_for: WaitedFor = ""
+    """What it waited for, in `queue_ms`, when it was last looked at before it began."""
 
 
 class Finished(msgspec.Struct, frozen=True):

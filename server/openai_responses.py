@@ -8,9 +8,9 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.sched.messages import PromptLogprobs, Started
+from headrace.sched.messages import PromptLogprobs, Started, WaitedFor
 from headrace.server.detokenizer import Detokenizer
-from headrace.server.errors import ApiError, aborted, deadline_exceeded, draining, engine_error
+from headrace.server.errors import ApiError, aborted, deadline_exceeded, draining, engine_error, not_begun
 from headrace.server.output_text import finite
 from headrace.server.slices import converted
 from headrace.server.streams import ChoiceStream, Finish, TokenScore
@@ -41,6 +41,8 @@ class StartLedger(msgspec.Struct, frozen=True):
     """What the start of one prompt cost, in ms of the engine's clock: `queue_ms + prefill_ms = first_token_ms`."""
 
     queue_ms: float
+    waited_for: WaitedFor
+    """The last thing that it waited for in the queue time."""
     storage_wait_ms: float
     """Of the queue time: its turn had come, and it waited for pages from storage."""
     storage_reason: str
@@ -168,12 +170,14 @@ class ModelList(msgspec.Struct, frozen=True):
 _FAILURES: Final = {
     "abort": aborted,
     "timeout": deadline_exceeded,
+    "queue_timeout": not_begun,
     "error": engine_error,
     "draining": draining,
 }
 _DEFAULT_MESSAGES: Final = {
     "abort": "The request was aborted.",
     "timeout": "The request did not finish within its time limit.",
+    "queue_timeout": "The request did not begin within its time limit.",
     "error": "The engine could not finish the request.",
     "draining": "The server is stopping.",
 }
@@ -198,6 +202,7 @@ def extension_of(n: int, streams: Sequence[ChoiceStream], storage_backend: str |
     ledger = [
         StartLedger(
             queue_ms=round(started.queue_ms, 3),
+            waited_for=started.waited_for,
             storage_wait_ms=round(started.storage_wait_ms, 3),
             storage_reason=started.storage_reason,
             prefill_ms=round(started.prefill_ms, 3),
