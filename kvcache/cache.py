@@ -485,9 +485,14 @@ class KvCache:
 
     def _drop(self, runs: list[Dropped]) -> None:
         self.version += bool(runs)
-        for run in runs:
+        # Most were last used by a step that has completed: their pages go back together, since each call costs 6 µs.
+        completed = self._pools[0].completed_step
+        settled = [run.device for run in runs if run.last_step <= completed]
+        unsettled = [(run.device, run.last_step) for run in runs if run.last_step > completed]
+        together = [(np.concatenate(settled, axis=1), -1)] if settled else []
+        for pages, last_step in together + unsettled:
             for group, pool in enumerate(self._pools):
-                pool.give_back(run.device[group], Owner.INDEX, Fence(run.last_step))
+                pool.give_back(pages[group], Owner.INDEX, Fence(last_step))
         if self._host is not None:
             self._host.drop(runs)
 
