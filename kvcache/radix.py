@@ -39,6 +39,7 @@ from headrace.kvcache.radix_nodes import (
     Match,
     Node,
     Span,
+    common_pages,
     is_device_leaf,
     is_host_leaf,
     path_to,
@@ -50,7 +51,6 @@ _DEVICE_STORED: Final = Change(True, "device")
 _DEVICE_REMOVED: Final = Change(False, "device")
 _HOST_STORED: Final = Change(True, "host")
 _HOST_REMOVED: Final = Change(False, "host")
-_NO_STEPS: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
 
 
 class RadixIndex:
@@ -149,7 +149,7 @@ class RadixIndex:
                 break
             else:
                 # Only the host had them: these bytes are the same, and nobody need load them any more.
-                common = self._common(child.key, raw, start)
+                common = common_pages(child.key, raw, start, self._page_bytes)
                 node = child if common == child.length else self._split(child, common)
                 self._hold(node)
                 taken[at : at + common] = True
@@ -238,9 +238,11 @@ class RadixIndex:
         pages: list[I32] = [self._none]
         depth = 0
         for node in path_to(lease.node):
-            early = node.filled_by > completed_step
-            end = int(early.argmax()) if early.any() else len(early)
-            count = min(end - node.pending, most)
+            count = min(node.num_device - node.pending, most)
+            if count > 0 and node.hits >= min_hits:
+                # Only here, since most of a path has been copied before: asking the array takes 3 µs.
+                early = node.filled_by > completed_step
+                count = min(int(early.argmax()) - node.pending, most) if early.any() else count
             if count > 0 and node.hits >= min_hits:
                 spans.append(Span(depth + node.pending, depth + node.pending + count))
                 pages.append(node.device[:, node.pending : node.pending + count])
@@ -409,20 +411,12 @@ class RadixIndex:
             child = node.children.get(raw[at : at + size])
             if child is None:
                 break
-            if not raw.startswith(child.key, at):
-                return node, at // size, child, self._common(child.key, raw, at)
+            key = child.key
+            if not raw.startswith(key, at):
+                return node, at // size, child, common_pages(key, raw, at, size)
             node = child
-            at += len(child.key)
+            at += len(key)
         return node, at // size, None, 0
-
-    def _common(self, key: bytes, raw: bytes, at: int) -> int:
-        """Whole pages that `key` and `raw[at:]` share from their starts."""
-        size = min(len(key), len(raw) - at)
-        if raw.startswith(key[:size], at):
-            return size // self._page_bytes
-        left = np.frombuffer(key, np.int32, size // 4)
-        right = np.frombuffer(raw, np.int32, size // 4, at)
-        return int((left != right).argmax()) * 4 // self._page_bytes
 
     def _match(self, node: Node, pages: int) -> Match:
         self._tick += 1
@@ -431,17 +425,17 @@ class RadixIndex:
         host: list[I32] = []
         step: Node | None = node
         while step is not None:
+            have = step.num_device
             if not step.leases:
-                self.evictable_device_pages -= step.num_device
+                self.evictable_device_pages -= have
                 self.evictable_host_pages -= step.num_host
             step.leases += 1
             step.hits += 1
             step.used = tick
-            have = step.num_device
-            if have < step.length:
-                host.append(step.host[:, have:])
             if have:
                 device.append(step.device)
+            if have < step.length:
+                host.append(step.host[:, have:])
             step = step.parent
         return Match(Lease(node, pages), self._joined(device), self._joined(host))
 
@@ -504,13 +498,7 @@ class RadixIndex:
         count = pages.shape[1]
         if not node.num_device and node.parent is not None:
             node.parent.device_children += 1
-        filled_by = np.full(count, step, np.int64)
-        if node.num_device:
-            node.set_device(
-                np.concatenate((node.device, pages), axis=1), np.concatenate((node.filled_by, filled_by))
-            )
-        else:
-            node.set_device(pages.copy(), filled_by)
+        node.append_device(pages, step)
         node.last_step = max(node.last_step, step)
         self.device_pages += count
         if not node.leases:
@@ -542,10 +530,7 @@ class RadixIndex:
         self.device_pages -= gone
         if not node.leases:
             self.evictable_device_pages -= gone
-        if keep:
-            node.set_device(node.device[:, :keep].copy(), node.filled_by[:keep].copy())
-        else:
-            node.set_device(self._none, _NO_STEPS)
+        node.cut_device(keep)
         if gone and not keep and node.parent is not None:
             node.parent.device_children -= 1
 
@@ -555,7 +540,7 @@ class RadixIndex:
         self.host_pages -= gone
         if not node.leases:
             self.evictable_host_pages -= gone
-        node.set_host(node.host[:, :keep].copy() if keep else self._none)
+        node.cut_host(keep)
         node.pending = keep
         if gone and not keep and node.parent is not None:
             node.parent.host_children -= 1
@@ -580,8 +565,7 @@ class RadixIndex:
             self.evictable_host_pages -= below.num_host
             self.num_nodes -= 1
             below.parent = None
-            below.set_device(self._none, _NO_STEPS)
-            below.set_host(self._none)
+            below.cut_host(0)
         node.children.clear()
         node.host_children = 0
         return dropped

@@ -51,6 +51,27 @@ class Node:
         self.host = host
         self.num_host = host.shape[1]
 
+    def append_device(self, pages: I32, step: int) -> None:
+        """Device pages behind those that it has, filled by `step`."""
+        filled_by = np.full(pages.shape[1], step, np.int64)
+        if self.num_device:
+            pages, filled_by = np.concatenate((self.device, pages), axis=1), np.concatenate((self.filled_by, filled_by))
+            self.set_device(pages, filled_by)
+        else:
+            self.set_device(pages.copy(), filled_by)
+
+    def cut_device(self, keep: int) -> None:
+        """All but the first `keep` device pages are gone."""
+        # Most nodes go whole: an empty view takes a third of a copy's time, and they keep no memory alive for long.
+        if keep:
+            self.set_device(self.device[:, :keep].copy(), self.filled_by[:keep].copy())
+        else:
+            self.set_device(self.device[:, :0], self.filled_by[:0])
+
+    def cut_host(self, keep: int) -> None:
+        """All but the first `keep` host pages are gone."""
+        self.set_host(self.host[:, :keep].copy() if keep else self.host[:, :0])
+
 
 class Lease:
     """A hold on the path from the root to the end of `node`: its pages stay in a tier from which they can be read."""
@@ -93,6 +114,16 @@ class Span(NamedTuple):
 
     start: int
     end: int
+
+
+def common_pages(key: bytes, raw: bytes, at: int, page_bytes: int) -> int:
+    """Whole pages that `key` and `raw[at:]` share from their starts."""
+    size = min(len(key), len(raw) - at)
+    if raw.startswith(key[:size], at):
+        return size // page_bytes
+    left = np.frombuffer(key, np.int32, size // 4)
+    right = np.frombuffer(raw, np.int32, size // 4, at)
+    return int((left != right).argmax()) * 4 // page_bytes
 
 
 def path_to(node: Node) -> list[Node]:

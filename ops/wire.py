@@ -348,7 +348,8 @@ class ForwardBatch:
 def batch_bytes(counts: Counts) -> int:
     """Bytes that a batch of these counts takes in its ring slot."""
     sizes: tuple[int, ...] = msgspec.structs.astuple(counts)
-    return (_CONSTANT_WORDS + sum(map(mul, sizes, _COUNT_WORDS))) * _WORD
+    words: int = sum(map(mul, sizes, _COUNT_WORDS))
+    return (_CONSTANT_WORDS + words) * _WORD
 
 
 class StepResults:
