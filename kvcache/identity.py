@@ -2,7 +2,7 @@
 
 A *namespace* is the 16-byte hash of weights, layout, adapter and tenant salt; requests share pages only inside one. The
 hash of page i is `digest(hash of page i-1 | tokens of page i)`, the namespace standing before page 0, so that equal
-hashes mean equal prefixes. A key is hashed once, page by page as it grows (0.06 µs a page of 16 tokens).
+hashes mean equal prefixes. A key is hashed once, page by page as it grows (0.08 µs a page of 16 tokens).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 PageHash: TypeAlias = Literal["xxh3", "sha256"]
-"""xxh3 takes 0.06 µs a page, but collisions can be made by whoever wants to; sha256 (its first 128 bits) takes 0.5, and
+"""xxh3 takes 0.08 µs a page, but collisions can be made by whoever wants to; sha256 (its first 128 bits) takes 0.4, and
 is for stores that tenants share who do not trust each other."""
 
 
