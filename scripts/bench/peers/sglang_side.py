@@ -14,6 +14,13 @@ class Sglang:
 
     def __init__(self, load: Load) -> None:
         import torch
+
+        # The index's torchvision has no operators for a CPU build of torch, and its import wants these declared; the
+        # import of SGLang's cache leads there by way of a model's image settings. Nothing calls them.
+        if torch.version.cuda is None:
+            vision = torch.library.Library("torchvision", "DEF")
+            for operator in ("nms", "qnms"):
+                vision.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
