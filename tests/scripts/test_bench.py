@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ def test_an_index_too_small_for_its_turns_is_refused_with_the_size_that_would_do
     assert index.parsed([*SMALL, "--per-turn", "40", "--pages", needed]).pages == int(needed)
 
 
-def test_a_side_that_ends_is_named_with_what_it_said(tmp_path: Path) -> None:
-    nothing = index.Contender("a peer", "bench.no_such_module", Path(index.sys.executable), {})
+def test_a_side_that_ends_is_named_with_what_it_said() -> None:
+    nothing = index.Contender("a peer", "bench.no_such_module", Path(sys.executable), {})
     with (
         pytest.raises(SystemExit, match=r"a peer ended:\n(.*\n)*.*no_such_module"),
         index.running([nothing], [1, 1, 1, 1]) as processes,

@@ -18,7 +18,8 @@ class Sglang:
         # The index's torchvision has no operators for a CPU build of torch, and its import wants these declared; the
         # import of SGLang's cache leads there by way of a model's image settings. Nothing calls them.
         if torch.version.cuda is None:
-            vision = torch.library.Library("torchvision", "DEF")
+            library: Any = torch.library
+            vision = library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 vision.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
