@@ -44,7 +44,7 @@ def test_a_side_that_ends_is_named_with_what_it_said() -> None:
 
 def test_the_scheduler_bench_measures_both_kinds_of_step(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    assert scheduler.main(["--requests", "8", "--steps", "12", "--json", str(report)]) == 0
+    assert scheduler.main(["--requests", "8", "--steps", "12", "--waiting", "4", "--json", str(report)]) == 0
     steps = json.loads(report.read_text())["steps"]
     assert sorted(steps) == ["a tenth ends and joins", "plain decode"]
     assert all(figures["both_us"] > 0 for figures in steps.values())
