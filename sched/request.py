@@ -30,6 +30,7 @@ from headrace.kvcache.cache import Holding
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.prefetch import Prefetch
 from headrace.ops.wire import I32
+from headrace.sched.matching import Matching
 from headrace.sched.messages import Submit, WaitedFor
 
 
@@ -53,8 +54,8 @@ class Request:
     __slots__ = (
         *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadlines", "filling_from"),
         *("filling_to", "first_ids_s", "first_launch_s", "holding", "ids", "key", "matched_tokens", "matched_version"),
-        *("order", "place", "prefetch", "prefetch_reason", "prompt_logprobs_from", "retractions", "saved_ms", "slot"),
-        *("stage", "storage_wait_ms", "submit", "waited_for"),
+        *("matching", "order", "place", "prefetch", "prefetch_reason", "prompt_logprobs_from", "retractions"),
+        *("saved_ms", "slot", "stage", "storage_wait_ms", "submit", "waited_for"),
     )
 
     def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
@@ -79,9 +80,12 @@ class Request:
         self.saved_ms = 0.0
         """What computing its cached tokens would have taken."""
         self.first_launch_s = self.first_ids_s = -1.0
-        self.prompt_logprobs_from = 1 if submit.sampling.prompt_logprobs >= 0 else len(submit.prompt_ids)
+        wants = submit.sampling.prompt_logprobs >= 0
+        self.prompt_logprobs_from = submit.sampling.prompt_logprobs_from if wants else len(submit.prompt_ids)
         """Prompt positions from here on still need their logprobs."""
         self.retractions = 0
+        self.matching: Matching | None = None
+        """Its grammar, if it has one, and how far the output has come in it."""
         self.matched_tokens = 0
         """Of its known tokens, cached when the index had `matched_version`."""
         self.matched_version = -1
@@ -95,6 +99,12 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         return len(self.submit.prompt_ids)
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether it has a grammar that has not said yet what the next output may be."""
+        outputs = len(self.ids) - self.prompt_tokens
+        return self.matching is not None and self.matching.mask(outputs) is None
 
     @property
     def limit_tokens(self) -> int:
@@ -132,6 +142,8 @@ class SlotTable:
         self.decoding: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.watched: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         """Every result needs a look of its own (logprobs)."""
+        self.masked: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        """What may be drawn is said by a grammar."""
 
     @property
     def free_slots(self) -> int:
@@ -153,6 +165,7 @@ class SlotTable:
         self.published[slot] = holding.lease.num_pages
         self.decoding[slot] = False
         self.watched[slot] = request.submit.sampling.logprobs >= 0
+        self.masked[slot] = request.matching is not None
         request.slot = slot
         request.holding = holding
         request.key.tokens = self.tokens[slot]
@@ -168,7 +181,7 @@ class SlotTable:
         request.slot = -1
         self.requests[slot] = None
         self.generation[slot] += 1
-        self.decoding[slot] = False
+        self.decoding[slot] = self.masked[slot] = False
         self._free.append(slot)
 
     def check(self) -> None:

@@ -51,6 +51,8 @@ _COUNTERS: Final = (
     ("prefetch_declined_pages", "prefetch_declined_pages", "Pages that storage had and the host had no room for."),
     ("prefetch_wait_milliseconds", "prefetch_waited_ms", "Time that requests waited for pages from storage."),
     ("integrity_alarms", "integrity_alarms", "Checks of the cache that found a fault."),
+    ("late_masks", "late_masks", "Rows computed once more because their grammar's mask was late."),
+    ("grammar_worker_restarts", "grammar_worker_restarts", "Restarts of the grammar worker."),
 )
 _GAUGES: Final = (
     ("num_requests_running", "running", "Requests in the running batch."),
