@@ -67,7 +67,7 @@ WATCH_PERIOD_S: Final = 1.0
 ALARM_SLACK_S: Final = 1e-6
 """A launch that is due so soon is due."""
 MAX_COPY_BYTES: Final = 8 << 20
-"""Of one copy to the host, between two steps: 2 ms at 4 GB/s."""
+"""Of one copy to the host, between two steps: 2 ms at 4 GB/s, which a CPU takes from its steps."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True):
@@ -96,6 +96,8 @@ class EngineOptions(msgspec.Struct, frozen=True):
     host_pages: int = 0
     """Pages of the host tier, all groups together; 0 for none."""
     write_policy: WritePolicy = "write_through"
+    max_copy_bytes: int = MAX_COPY_BYTES
+    """Of one copy to the host; one goes behind each step."""
     storage: OpenStore | None = None
     """The storage tier behind the host's."""
     storage_limits: StorageLimits = StorageLimits()
@@ -129,6 +131,9 @@ class Engine:
     ) -> None:
         """`connect_storage` starts the agent of the storage tier, if `options.storage` asks for one."""
         self.sink = sink
+        self.step_listener: Callable[[LaunchedStep, float, float], None] | None = None
+        """Told of each collected step, the device's ms for it, and the ms from the last step's end to its own if it was
+        launched before that, else -1; None while nobody wants to know."""
         self._options = options
         self._connect = connect
         self._loop = asyncio.get_running_loop()
@@ -139,7 +144,7 @@ class Engine:
             options.reuse,
             options.host_pages,
             options.write_policy,
-            max(1, MAX_COPY_BYTES // max(options.layout.page_bytes(group) for group in range(groups))),
+            max(1, options.max_copy_bytes // max(options.layout.page_bytes(group) for group in range(groups))),
             options.page_hash,
         )
         self._scheduler = Scheduler(
@@ -168,6 +173,7 @@ class Engine:
         self._copies: dict[int, int] = {}
         """Copies under way, by transfer: groups that are not done."""
         self._next_step = 0
+        self._collected_s = 0.0
         # The stages.
         self._wake = asyncio.Event()
         self._storage: StorageClient | None = None
@@ -468,6 +474,10 @@ class Engine:
         self._free_ring.append(launched.ring_slot)
         for request in collected.ended:
             self._drop(request)
+        if self.step_listener is not None:
+            queued = launched.launched_s <= self._collected_s
+            self.step_listener(launched, done.step_ms, (now_s - self._collected_s) * 1e3 if queued else -1.0)
+        self._collected_s = now_s
         self._costs.observe(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs, done.step_ms)
         self._clock.done(now_s, len(self._in_flight))
         self._pump()
