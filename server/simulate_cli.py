@@ -80,7 +80,11 @@ MANUAL: Final[Mapping[str, tuple[SimFlag, ...]]] = {
     "scheduling": (
         SimFlag("max_running_requests", "N", "Requests that are computed together. Default: 256."),
         SimFlag("max_queued_requests", "N", "Requests that may wait; more are refused. Default: no bound."),
-        SimFlag("chunked_prefill_size", "TOKENS", "Prompt tokens of one step, at most. Default: 8192."),
+        SimFlag(
+            "chunked_prefill_size",
+            "TOKENS",
+            "Prompt tokens of one step. Default: as many as keep it under 200 ms, at most 8192 (cpu: 2048).",
+        ),
         SimFlag("schedule_conservativeness", "FACTOR", "As of `headrace serve`. Default: 1."),
         SimFlag("disable_overlap_schedule", "", "Prepare a step only when the one before has ended."),
     ),

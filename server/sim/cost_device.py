@@ -135,7 +135,7 @@ class CostDevice:
         """Put ids into the ring: ones that make no two requests' outputs look alike."""
         results = self.ring.results(sample.ring_slot)
         count = self.ring.read(sample.ring_slot).counts.samples
-        rows = np.arange(count + 1, dtype=np.int32)
+        rows = np.arange(count + 1)
         results.offsets[: count + 1] = rows
         results.status[:count] = 0
         results.ids[:count] = (rows[:count] * 7919 + sample.step * 104_729) % self._geometry.vocab

@@ -23,6 +23,7 @@ from headrace.server.sim.cost_device import CopyCosts
 from headrace.server.sim.cost_store import StoreTimes
 from headrace.server.sim.shapes import DEVICES, EFFICIENCY, MODELS, DeviceFigures, ModelShape
 from headrace.server.sim.step_costs import Roofline, StepCosts, read_calibration
+from headrace.server.sizing import MEASURED_CHUNK_TOKENS
 from headrace.server.tiering import size_of
 
 RING_SLOTS: Final = 3
@@ -31,7 +32,10 @@ COPY_MS: Final = 20.0
 200 ms: at 8 MiB each, as on a CPU, copies would fall behind by a hundred times."""
 GPU_PIECE_BYTES: Final = 32 << 20
 """Of one read of a prefetch: 5 ms of a disk with 7 GB/s. A page of 16 tokens of an 8B model has 2 MiB."""
+LARGEST_CHUNK_TOKENS: Final = 8192
+"""Of a GPU's step, where its costs leave more room than that."""
 MAX_WAIT_S: Final = 3600.0
+"""For a step: a simulated device does not hang."""
 
 
 def _number(low: float, high: float, what: str) -> Rule:
@@ -114,7 +118,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     disk_error_rate: float = 0.0
     max_running_requests: int = 256
     max_queued_requests: int = 1_000_000
-    chunked_prefill_size: int = 8192
+    chunked_prefill_size: int | None = None
     schedule_conservativeness: float = 1.0
     disable_overlap_schedule: bool = False
     slo_ttft_ms: float = 5000.0
@@ -196,7 +200,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """What the real engine is told."""
         model, layout, slots = self.model, self.model.layout(self.page_size), self.max_running_requests
         context = min(self.context_tokens, self.num_pages * self.page_size)
-        chunk = min(self.chunked_prefill_size, context)
+        largest = LARGEST_CHUNK_TOKENS if self.figures.copies_overlap else MEASURED_CHUNK_TOKENS
+        chunk = min(self.chunked_prefill_size or largest, context)
         room = max_batch_bytes(slots, context, chunk, self.page_size, 1)
         group = layout.groups[0]
         start = Start(
@@ -217,6 +222,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             num_pages=[self.num_pages],
             fingerprint=b"simulated",
             max_chunk_tokens=chunk,
+            prefill_tokens=0 if self.chunked_prefill_size is None else chunk,
             overlap=not self.disable_overlap_schedule,
             reuse=not self.disable_radix_cache,
             host_pages=self.host_pages,
