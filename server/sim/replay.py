@@ -14,7 +14,6 @@ is there when its `StepDeltas` is.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -115,17 +114,14 @@ def replay(scenario: Scenario, workload: Workload, progress: Progress = lambda d
 async def _replay(scenario: Scenario, workload: Workload, progress: Progress) -> Figures:
     one = _Replay(scenario, workload, progress)
     began, cpu = time.perf_counter(), time.process_time()
-    engine = asyncio.create_task(one.engine.run(), name="engine")
-    client = asyncio.create_task(one.serve(), name="client")
-    await asyncio.wait((engine, client), return_when=asyncio.FIRST_COMPLETED)
-    if engine.done():
-        client.cancel()
-        await engine
-    status = one.engine.status()
-    engine.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await engine
-    await client
+    try:
+        async with asyncio.TaskGroup() as group:
+            engine = group.create_task(one.engine.run(), name="engine")
+            await one.serve()
+            status = one.engine.status()
+            engine.cancel()
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
     return one.figures(status, time.perf_counter() - began, time.process_time() - cpu)
 
 

@@ -67,7 +67,7 @@ def test_a_slower_device_makes_requests_wait_longer(usual: Figures) -> None:
 
 
 def test_a_slow_disk_is_waited_for_only_where_the_policy_says_so() -> None:
-    slow = {"disk_read_gbps": 0.05, "disk_latency_us": 20_000.0}
+    slow = {"disk_read_gbps": 0.5, "disk_latency_us": 20_000.0}
     waits = run(prefetch_policy="wait_complete", **slow)
     never = run(prefetch_policy="best_effort", **slow)
     assert waits.prefetch_waited_ms > 1000.0
