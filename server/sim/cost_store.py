@@ -14,6 +14,7 @@ waits for a latency drawn log-normally; a seeded few hang, and a seeded few read
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import msgspec
 
@@ -67,7 +68,8 @@ class StoredKeys:
     def __init__(self, capacity_pages: int) -> None:
         self.capacity_pages = capacity_pages
         self.evicted_pages = 0
-        self._keys: dict[bytes, None] = {}
+        # A plain dict looks for its first key past all that were deleted before it.
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -86,19 +88,18 @@ class StoredKeys:
         for at in range(len(keys) - KEY_BYTES, -1, -KEY_BYTES):
             key = keys[at : at + KEY_BYTES]
             if key in known:
-                del known[key]
-                known[key] = None
+                known.move_to_end(key)
 
     def add(self, keys: bytes) -> None:
         """Store them, evicting the longest unused."""
         known = self._keys
         for at in range(len(keys) - KEY_BYTES, -1, -KEY_BYTES):
             key = keys[at : at + KEY_BYTES]
-            known.pop(key, None)
             known[key] = None
+            known.move_to_end(key)
         over = len(known) - self.capacity_pages
         for _ in range(over):
-            del known[next(iter(known))]
+            known.popitem(last=False)
         self.evicted_pages += max(0, over)
 
     def drop(self, key: bytes) -> None:
