@@ -85,6 +85,8 @@ MANUAL: Final[Mapping[str, tuple[SimFlag, ...]]] = {
             "TOKENS",
             "Prompt tokens of one step. Default: as many as keep it under 200 ms, at most 8192 (cpu: 2048).",
         ),
+        SimFlag("schedule_policy", "POLICY", "Order in which waiting requests start. Default: least-work."),
+        SimFlag("target_itl_ms", "MS", "Prompts are computed in chunks that keep a step under this. Default: 200 ms."),
         SimFlag("schedule_conservativeness", "FACTOR", "As of `headrace serve`. Default: 1."),
         SimFlag("disable_overlap_schedule", "", "Prepare a step only when the one before has ended."),
     ),

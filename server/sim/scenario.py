@@ -18,7 +18,7 @@ from headrace.kvcache.storage.protocol import OpenStore, pages_per_message
 from headrace.ops.wire import GroupShape, RingGeometry, Start
 from headrace.sched.batch import max_batch_bytes
 from headrace.sched.engine import MAX_COPY_BYTES, EngineOptions
-from headrace.server.config import RULES, BadSetting, PrefetchPolicy, Rule, WritePolicy, flag_of
+from headrace.server.config import RULES, BadSetting, PrefetchPolicy, Rule, SchedulePolicy, WritePolicy, flag_of
 from headrace.server.sim.cost_device import CopyCosts
 from headrace.server.sim.cost_store import StoreTimes
 from headrace.server.sim.shapes import DEVICES, EFFICIENCY, MODELS, DeviceFigures, ModelShape
@@ -81,6 +81,8 @@ SIM_RULES: Final[Mapping[str, Rule]] = {
     "max_running_requests": RULES["max_running_requests"],
     "max_queued_requests": RULES["max_queued_requests"],
     "chunked_prefill_size": _whole(1, 65536),
+    "schedule_policy": RULES["schedule_policy"],
+    "target_itl_ms": RULES["target_itl_ms"],
     "schedule_conservativeness": RULES["schedule_conservativeness"],
     "disable_overlap_schedule": RULES["disable_overlap_schedule"],
     "slo_ttft_ms": _number(1, 1e7, "ms"),
@@ -119,6 +121,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int = 256
     max_queued_requests: int = 1_000_000
     chunked_prefill_size: int | None = None
+    schedule_policy: SchedulePolicy = "least-work"
+    target_itl_ms: float | None = None
     schedule_conservativeness: float = 1.0
     disable_overlap_schedule: bool = False
     slo_ttft_ms: float = 5000.0
@@ -233,6 +237,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             prefetch=self._prefetch(),
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=1 << 60,
+            schedule_policy=self.schedule_policy,
+            schedule_seed=self.seed,
+            target_itl_ms=self.target_itl_ms or 0.0,
             conservativeness=self.schedule_conservativeness,
             step_timeout_s=MAX_WAIT_S,
         )

@@ -41,5 +41,5 @@ def test_what_is_recorded_is_what_a_calibration_reads(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(BadSetting, match="--record-steps .* can't be written: No such file or directory"):
+    with pytest.raises(BadSetting, match=r"--record-steps .* can't be written: No such file or directory"):
         StepLog(tmp_path / "nowhere" / "steps.jsonl")
