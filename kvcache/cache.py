@@ -244,7 +244,7 @@ class KvCache:
         holding.private[start:end] = ~taken
         self.version += 1
         if self._host is not None and taken.any():
-            self._host.published(holding.handle, holding.lease, step)
+            self._host.published(holding.handle, holding.lease, step, key)
 
     def close(self, holding: Holding, fence: Fence) -> None:
         """The request lets go of everything; nothing of it is reused before the fence is complete."""
@@ -282,12 +282,10 @@ class KvCache:
         assert self._host is not None
         host_tier = self._host
         done: Copied = host_tier.acknowledge(transfer)
-        namespace, raw = self._index.path_of(done.lease)
+        key = done.key or self._key_of(done.lease)
         self._index.release(done.lease, -1, touch=False)
         if self._storage is None or not self._storage.usable:
             return
-        tokens = np.frombuffer(raw, np.int32)
-        key = PrefixKey(namespace, self.layout.page_tokens, tokens, len(tokens), self._page_hash)
         self._writes += 1
         write, pages = self._writes, done.host.ravel()
         self._writing[write] = len(done.spans) * len(self._pools)
@@ -465,6 +463,12 @@ class KvCache:
 
     def _matchable_pages(self, key: PrefixKey) -> int:
         return (key.length - 1) // key.page_tokens if self._reuse else 0
+
+    def _key_of(self, lease: Lease) -> PrefixKey:
+        """The key of a lease's path, from the index."""
+        namespace, raw = self._index.path_of(lease)
+        tokens = np.frombuffer(raw, np.int32)
+        return PrefixKey(namespace, self.layout.page_tokens, tokens, len(tokens), self._page_hash)
 
     def _cleared(self, device_before: int, host_before: int) -> Cleared:
         device, host = self._index.device_pages, self._index.host_pages

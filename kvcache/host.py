@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.pool import Fence, Owner, PagePool
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Dropped, Lease, Span
@@ -41,13 +42,15 @@ class Copied(NamedTuple):
     lease: Lease
     spans: list[Span]
     host: I32
+    key: PrefixKey | None
+    """Of the request that published the pages, whose hashes are known; None where eviction asked for the copy."""
 
 
 class _UnderWay(NamedTuple):
     lease: Lease
     spans: list[Span]
     host: I32
-    evicts: bool
+    key: PrefixKey | None
 
 
 class HostTier:
@@ -70,7 +73,7 @@ class HostTier:
         self._min_hits = min_hits if policy == "write_through_selective" else 0
         self.writer: NDArray[np.int64] = np.zeros(num_pages, np.int64)
         """The transfer by which storage reads a page; 0 for none."""
-        self._published: dict[int, tuple[Lease, int]] = {}
+        self._published: dict[int, tuple[Lease, int, PrefixKey]] = {}
         self._evicting: deque[Lease] = deque()
         self._under_way: dict[int, _UnderWay] = {}
         self._transfers = 0
@@ -84,7 +87,7 @@ class HostTier:
     def leases(self) -> list[Lease]:
         """Every lease that this tier holds, for the integrity check."""
         return [
-            *(lease for lease, _ in self._published.values()),
+            *(lease for lease, _, _ in self._published.values()),
             *self._evicting,
             *(copy.lease for copy in self._under_way.values()),
         ]
@@ -104,13 +107,14 @@ class HostTier:
         """Whether copies wait or are under way."""
         return bool(self._published or self._evicting or self._under_way)
 
-    def published(self, owner: int, lease: Lease, step: int) -> None:
-        """A request (named by its holding) has published up to the end of `lease`; `step` fills the last page."""
+    def published(self, owner: int, lease: Lease, step: int, key: PrefixKey) -> None:
+        """A request (named by its holding) has published up to the end of `lease`; `step` fills the last page. `key`
+        is kept until the copies are made: a long prompt is copied in many pieces, and hashed once."""
         if self.policy == "write_back":
             return
         if (older := self._published.pop(owner, None)) is not None:
             self._index.release(older[0], -1, touch=False)
-        self._published[owner] = (self._index.lease_again(lease), step)
+        self._published[owner] = (self._index.lease_again(lease), step, key)
 
     def evict_after_copy(self, leases: list[Lease]) -> None:
         """Write-back: these paths (leased for this tier) are copied first and then let go."""
@@ -119,13 +123,13 @@ class HostTier:
     def next_copy(self, completed_step: int) -> Copy | None:
         """The next copy to send, ordered behind all that the device has been sent; None if nothing can be copied."""
         while self._evicting:
-            copy = self._begin(self._evicting.popleft(), completed_step, evicts=True)
+            copy = self._begin(self._evicting.popleft(), completed_step, None)
             if copy is not None:
                 return copy
-        for owner, (lease, step) in list(self._published.items()):
+        for owner, (lease, step, key) in list(self._published.items()):
             if step <= completed_step:
                 del self._published[owner]
-                copy = self._begin(lease, completed_step, evicts=False)
+                copy = self._begin(lease, completed_step, key)
                 if copy is not None:
                     return copy
         return None
@@ -136,7 +140,7 @@ class HostTier:
         self._index.end_backup(done.lease, done.spans, done.host)
         self.pool.hand_over(done.host.ravel(), Owner.TRANSFER, Owner.INDEX)
         self.copied_pages += done.host.shape[1]
-        return Copied(done.lease, done.spans, done.host)
+        return Copied(done.lease, done.spans, done.host, done.key)
 
     def give_up(self) -> None:
         """The device has ended, and with it every copy: their host pages are free, what waited is forgotten."""
@@ -188,8 +192,10 @@ class HostTier:
         owners = self.pool.owner[self.writer > 0]
         assert np.isin(owners, (Owner.INDEX, Owner.FENCED)).all(), "storage reads a page that is free or written to"
 
-    def _begin(self, lease: Lease, completed_step: int, evicts: bool) -> Copy | None:
-        """Begin to copy what a path lacks, as much as one copy may; the rest goes back into its queue."""
+    def _begin(self, lease: Lease, completed_step: int, key: PrefixKey | None) -> Copy | None:
+        """Begin to copy what a path lacks, as much as one copy may; the rest goes back into its queue. Without a key it
+        is an eviction's."""
+        evicts = key is None
         min_hits = 0 if evicts else self._min_hits
         most = min(self._copy_pages, self.room_pages)
         spans, device = self._index.begin_backup(lease, completed_step, most, min_hits)
@@ -204,9 +210,9 @@ class HostTier:
         self._transfers += 1
         if count == most:
             again = self._index.lease_again(lease)
-            if evicts:
+            if key is None:
                 self._evicting.appendleft(again)
             else:
-                self._published[-self._transfers] = (again, completed_step)
-        self._under_way[self._transfers] = _UnderWay(lease, spans, host, evicts)
+                self._published[-self._transfers] = (again, completed_step, key)
+        self._under_way[self._transfers] = _UnderWay(lease, spans, host, key)
         return Copy(self._transfers, device, host)

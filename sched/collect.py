@@ -39,6 +39,8 @@ class LaunchedStep:
     generations: NDArray[np.int64]
     wants: list[Want]
     decode_rows: int
+    kv_tokens: int
+    """Sum of the decode rows' contexts."""
     prefill_tokens: int
     prefill_pairs: int
     launched_s: float
@@ -63,6 +65,7 @@ def remember(batch: ScheduleBatch, table: SlotTable, step: int, ring_slot: int, 
         generations=table.generation[slots],
         wants=wants,
         decode_rows=len(batch.decode),
+        kv_tokens=int(table.computed[batch.decode].sum()) + len(batch.decode),
         prefill_tokens=batch.prefill_tokens,
         prefill_pairs=batch.prefill_pairs,
         launched_s=now_s,

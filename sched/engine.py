@@ -64,8 +64,6 @@ log = logging.getLogger(__name__)
 WATCH_PERIOD_S: Final = 1.0
 ALARM_SLACK_S: Final = 1e-6
 """A launch that is due so soon is due."""
-MAX_COPY_BYTES: Final = 8 << 20
-"""Of one copy to the host, between two steps: 2 ms at 4 GB/s."""
 
 
 class Engine:
@@ -82,6 +80,9 @@ class Engine:
         """`connect_storage` starts the agent of the storage tier, if `options.storage` asks for one; `connect_grammar`
         the worker that computes masks, when the first grammar comes."""
         self.sink = sink
+        self.step_listener: Callable[[LaunchedStep, float, float], None] | None = None
+        """Told of each collected step, the device's ms for it, and the ms from the last step's end to its own if it was
+        launched before that, else -1; None while nobody wants to know."""
         self._options = options
         self._connect = connect
         self._loop = asyncio.get_running_loop()
@@ -92,7 +93,7 @@ class Engine:
             options.reuse,
             options.host_pages,
             options.write_policy,
-            max(1, MAX_COPY_BYTES // max(options.layout.page_bytes(group) for group in range(groups))),
+            max(1, options.max_copy_bytes // max(options.layout.page_bytes(group) for group in range(groups))),
             options.page_hash,
         )
         self._scheduler = Scheduler(
@@ -122,6 +123,7 @@ class Engine:
         self._copies: dict[int, int] = {}
         """Copies under way, by transfer: groups that are not done."""
         self._next_step = 0
+        self._collected_s = 0.0
         # The stages.
         self._wake = asyncio.Event()
         self._storage: StorageClient | None = None
@@ -458,6 +460,10 @@ class Engine:
         self._free_ring.append(launched.ring_slot)
         for request in collected.ended:
             self._drop(request)
+        if self.step_listener is not None:
+            queued = launched.launched_s <= self._collected_s
+            self.step_listener(launched, done.step_ms, (now_s - self._collected_s) * 1e3 if queued else -1.0)
+        self._collected_s = now_s
         self._costs.observe(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs, done.step_ms)
         self._clock.done(now_s, len(self._in_flight), done.step_ms)
         if len(collected.matched):

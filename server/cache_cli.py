@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, TypeAlias, get_args
 
 from headrace.server.config import BadSetting
+from headrace.server.progress import Progress
 from headrace.server.sizing import size_text
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ Action: TypeAlias = Literal["ls", "stat", "verify", "rm"]
 FAULTS: Final = 1
 """Exit code: damage was found, or what was asked could not be done."""
 _SHOWN_BAD: Final = 20
-_QUIET_S: Final = 2.0
 _EXIT_CODES: Final = "Exit codes: 0 all is well, 1 damage or a directory that can't be used, 2 a wrong command line."
 _SALT_HELP: Final = (
     "only the pages of requests with this cache_salt, '' for those without one. With several API keys the salt is "
@@ -136,7 +135,7 @@ class _Command:
     def verify(self) -> int:
         from headrace.kvcache.storage.disk.inspect import verify
 
-        with _Progress(self._errors, "checked") as progress:
+        with Progress(self._errors, "checked") as progress:
             found = verify(self._directory, progress)
         for bad in found.bad[:_SHOWN_BAD]:
             print(f"{bad.file}, slot {bad.slot}: {bad.what}", file=self._out)
@@ -168,7 +167,7 @@ class _Command:
             print(f"deleting from {found.pages} pages …", file=self._errors, flush=True)
         pages = size_bytes = 0
         messages: list[str] = []
-        with _Progress(self._errors, "deleted from namespaces") as progress:
+        with Progress(self._errors, "deleted from namespaces") as progress:
             for done, (model, namespace) in enumerate(chosen, 1):
                 removed = remove(self._directory, model, namespace)
                 pages, size_bytes = pages + removed.pages, size_bytes + removed.size_bytes
@@ -221,31 +220,3 @@ class _Command:
         for fault in faults:
             print(f"headrace: {self._directory}: {fault}", file=self._errors)
         return FAULTS if faults else 0
-
-
-class _Progress:
-    """How far it is, for what takes over two seconds: a line that changes on a terminal, else a line in ten seconds."""
-
-    def __init__(self, stream: TextIO, what: str) -> None:
-        self._stream = stream
-        self._what = what
-        self._terminal = stream.isatty()
-        self._next_s = time.monotonic() + _QUIET_S
-        self._shown = False
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._shown and self._terminal:
-            print(file=self._stream)
-
-    def __call__(self, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        self._shown = True
-        self._next_s = now_s + (0.2 if self._terminal else 10.0)
-        start, end = ("\r", "") if self._terminal else ("", "\n")
-        text = f"{start}{self._what} {done} of {total} ({100 * done // max(total, 1)} %)"
-        print(text, end=end, file=self._stream, flush=True)

@@ -13,6 +13,7 @@ from headrace.server.cache_cli import add_cache_parser, cache_command
 from headrace.server.config import BadSetting, model_cache, settings_from
 from headrace.server.flags import Manual, Parser, refuse_unknown, serve_parser
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, models_command
+from headrace.server.simulate_cli import add_simulate_parser, simulate_command
 
 USAGE_ERROR: Final = 2
 INTERRUPTED: Final = 130
@@ -55,6 +56,8 @@ def _run(arguments: Sequence[str]) -> int:
         return models_command(flags["action"], flags.get("name"), model_cache(), None if wheel is None else Path(wheel))
     if command == "cache":
         return cache_command(flags, model_cache())
+    if command == "simulate":
+        return simulate_command(flags)
     parser.print_help()
     return 0
 
@@ -100,4 +103,5 @@ def _parser() -> Parser:
     remove = actions.add_parser("remove", help="delete a model from the cache", description="Delete a cached model.")
     remove.add_argument("name", metavar="NAME", help="as `headrace models list` shows it")
     add_cache_parser(commands, Manual)
+    add_simulate_parser(commands, Manual)
     return parser

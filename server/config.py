@@ -138,6 +138,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "disable_radix_cache": _SWITCH,
     "skip_server_warmup": _SWITCH,
     "watchdog_timeout": _seconds(1, 86400),
+    "record_steps": _text("the path of a file", r".+"),
 }
 
 
@@ -198,6 +199,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disable_radix_cache: bool = False
     skip_server_warmup: bool = False
     watchdog_timeout: float = 300.0
+    record_steps: str | None = None
     cache: Path = msgspec.field(default_factory=model_cache)
     """Folder of fetched models. No flag: from the environment."""
 

@@ -150,6 +150,11 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
     "start, logs, end": (
         Flag("skip_server_warmup", "", "Be ready sooner, with a slow first request and a guessed prefill chunk."),
         Flag("watchdog_timeout", "SECONDS", "Restart the device worker when one step takes longer than this."),
+        Flag(
+            "record_steps",
+            "FILE",
+            "Write what each step held and took, for `headrace simulate --calibration FILE`. Default: nowhere.",
+        ),
         Flag("log_level", "LEVEL", "Least serious messages to print."),
         Flag(
             "drain_timeout_s",

@@ -40,6 +40,7 @@ from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
 from headrace.server.models import NotCached, about, fetch_model, resolve, shown_progress
 from headrace.server.salt_key import salt_key
 from headrace.server.sizing import DoesNotFit, MemoryPlan, memory_table, plan_memory
+from headrace.server.step_log import StepLog
 from headrace.server.text import TextService
 from headrace.server.tiering import TierPlan, plan_tiers
 from headrace.server.tokenizer import BadTokenizer, check_vocabulary
@@ -206,10 +207,21 @@ async def _serve(
         # The worker's process has been started by now: the two load side by side.
         return LoadedText(TextService.open(path, template if settings.chat_template else None), template)
 
-    api = Api(api_settings, Engine(options, connect, lambda deltas: None, connect_storage, connect_grammar))
-    return await run_server(
-        sock, api, load_text, drain_timeout_s=settings.drain_timeout_s, tell=lambda line: print(line, flush=True)
-    )
+    engine = Engine(options, connect, lambda deltas: None, connect_storage, connect_grammar)
+    step_log = StepLog(Path(settings.record_steps)) if settings.record_steps is not None else None
+    if step_log is not None:
+        engine.step_listener = step_log.record
+    try:
+        return await run_server(
+            sock,
+            Api(api_settings, engine),
+            load_text,
+            drain_timeout_s=settings.drain_timeout_s,
+            tell=lambda line: print(line, flush=True),
+        )
+    finally:
+        if step_log is not None:
+            step_log.close()
 
 
 def _priorities(settings: Settings) -> Priorities:
