@@ -42,9 +42,9 @@ from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.device import Device, EngineFailed
 from headrace.sched.executors.protocol import Connect
 from headrace.sched.grammar import Grammar
+from headrace.sched.idle_check import IdleCheck
 from headrace.sched.masks import SampleStage
 from headrace.sched.matching import ConnectGrammar, Matchers
-from headrace.sched.idle_check import IdleCheck
 from headrace.sched.messages import (
     EngineStatus,
     Finished,
