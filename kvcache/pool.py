@@ -11,7 +11,6 @@ end    a page is free again when its fence is complete: the last launched step t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -53,12 +52,15 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.completed_step = -1
+        self.changes = 0
+        """How often pages have changed hands: equal counts, equal owners."""
         self._order = 0
         self.reset()
 
     def reset(self) -> None:
         """Every page is free: at the start, and when the device is gone and its fences are moot."""
         num_pages = self.num_pages
+        self.changes += 1
         self.owner: NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
         self.free_pages = num_pages
         self.fenced_pages = 0
@@ -76,6 +78,7 @@ class PagePool:
         pages = self._free[self.free_pages : self.free_pages + count][::-1].copy()
         assert not self.owner[pages].any(), "a page on the free stack has an owner"
         self.owner[pages] = taker
+        self.changes += count > 0
         return pages
 
     def hand_over(self, pages: I32, giver: int, taker: int) -> None:
@@ -84,6 +87,7 @@ class PagePool:
         owned = self.owner[pages].tobytes().count(giver)
         assert owned == len(pages), f"pages {pages} are not all owned by {Owner.names[giver]}"
         self.owner[pages] = taker
+        self.changes += len(pages) > 0
 
     def give_back(self, pages: I32, giver: int, fence: Fence) -> None:
         """Return pages of `giver`; they are free when the fence is complete."""
@@ -118,14 +122,19 @@ class PagePool:
 
     def check(self) -> None:
         """Raise AssertionError unless free and fenced pages are what the owner bytes say, each once."""
+        seen: NDArray[np.bool_] = np.zeros(self.num_pages, np.bool_)
         free = self._free[: self.free_pages]
-        assert len(np.unique(free)) == self.free_pages, "a page is free twice"
+        seen[free] = True
+        assert np.count_nonzero(seen) == self.free_pages, "a page is free twice"
         assert not self.owner[free].any(), "a free page has an owner"
         waiting = {held.order: held for queue in self._waiting_for.values() for held in queue}
-        fenced: Sequence[I32] = [held.pages for held in (*self._held, *waiting.values())]
-        flat = np.concatenate(fenced) if fenced else np.zeros(0, np.int32)
-        assert len(np.unique(flat)) == len(flat) == self.fenced_pages, "a page is fenced twice"
-        assert (self.owner[flat] == Owner.FENCED).all(), "a fenced page has another owner"
+        fenced = [held.pages for held in (*self._held, *waiting.values())]
+        if fenced:
+            flat = np.concatenate(fenced)
+            seen[flat] = True
+            assert np.count_nonzero(seen) == len(flat) + self.free_pages, "a page is fenced twice"
+            assert (self.owner[flat] == Owner.FENCED).all(), "a fenced page has another owner"
+        assert self.fenced_pages == sum(map(len, fenced)), "pages behind fences are not those that are counted"
         counts = np.bincount(self.owner, minlength=len(Owner.names))
         assert counts[Owner.FREE] == self.free_pages and counts[Owner.FENCED] == self.fenced_pages, counts
 
@@ -138,6 +147,7 @@ class PagePool:
 
     def _free_now(self, pages: I32) -> None:
         self.owner[pages] = Owner.FREE
+        self.changes += 1
         self._free[self.free_pages : self.free_pages + len(pages)] = pages
         self.free_pages += len(pages)
         self.fenced_pages -= len(pages)

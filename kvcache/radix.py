@@ -31,6 +31,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.integrity import check_tree
 from headrace.kvcache.radix_nodes import (
     Change,
     Dropped,
@@ -366,40 +367,29 @@ class RadixIndex:
         for root in self._roots.values():
             yield from subtree(root)
 
+    @property
+    def changes(self) -> int:
+        """Grows with every lease that is taken or given back."""
+        return self._tick
+
+    def checking(self, leases: list[Lease]) -> Iterator[list[Node]]:
+        """All nodes, run by run, once they are known to be well formed and to have the counts of `leases`. Nothing may
+        change before the last. Raises AssertionError."""
+        return check_tree(
+            self._roots.values(),
+            leases,
+            self._page_bytes,
+            lambda node: self._roots.get(node.key) is node,
+            lambda: [
+                *(self.num_nodes, self.device_pages, self.host_pages),
+                *(self.evictable_device_pages, self.evictable_host_pages),
+            ],
+        )
+
     def check(self, leases: list[Lease]) -> None:
-        """Raise AssertionError unless the tree is well formed and its counts are those of `leases`."""
-        held: dict[int, int] = {}
-        for lease in leases:
-            path = path_to(lease.node)
-            for node in path:
-                held[id(node)] = held.get(id(node), 0) + 1
-            depth = sum(node.length for node in path)
-            assert depth == lease.num_pages, f"a lease of {lease.num_pages} pages ends at depth {depth}"
-        counts = [0, 0, 0, 0, 0]
-        for node in self.nodes():
-            device, host = node.num_device, node.num_host
-            assert node.leases == held.pop(id(node), 0), "a node's lease count is not the number of its leases"
-            assert node.device.shape[1] == len(node.filled_by) == device
-            assert node.host.shape[1] == host and node.pending >= host
-            assert node.leases or node.pending == host, "a copy is under way that nobody leases"
-            if node.parent is None:
-                assert not node.length and self._roots[node.key] is node and (node.leases or node.children)
-            else:
-                assert node.length and len(node.key) == node.length * self._page_bytes
-                assert max(device, host) == node.length, "a page is indexed that no tier has"
-                assert not device or node.parent.num_device == node.parent.length, "a gap on the device"
-            for first, child in node.children.items():
-                assert child.parent is node and child.key.startswith(first) and child.leases <= node.leases
-            children = list(node.children.values())
-            assert node.device_children == sum(child.num_device > 0 for child in children)
-            assert node.host_children == sum(child.pending > 0 for child in children)
-            free = 0 if node.leases else 1
-            for i, amount in enumerate((node.parent is not None, device, host, free * device, free * host)):
-                counts[i] += amount
-        assert not held, "a lease ends outside the tree"
-        kept = [self.num_nodes, self.device_pages, self.host_pages]
-        kept += [self.evictable_device_pages, self.evictable_host_pages]
-        assert counts == kept, f"{counts} counted, {kept} kept"
+        """The same at once."""
+        for _ in self.checking(leases):
+            pass
 
     # ------------------------------------------------------------------------------------------------------------
     # The tree
@@ -444,6 +434,7 @@ class RadixIndex:
         return np.concatenate(runs[::-1], axis=1) if runs else self._none
 
     def _hold_path(self, node: Node) -> None:
+        self._tick += 1
         for step in path_to(node):
             self._hold(step)
 

@@ -296,6 +296,10 @@ _COUNT_WORDS: Final = [
     for count in range(len(_COUNT_NAMES))
 ]
 """Words that one more of each count takes: a batch is measured anew with each request that joins it."""
+_EMPTY: Final = {
+    (is_float, columns): np.zeros((0, columns) if columns else 0, np.float32 if is_float else np.int32)
+    for _, is_float, _, columns, _ in _FIELDS
+}
 
 
 class ForwardBatch:
@@ -423,6 +427,7 @@ class BatchRing:
         # Slicing a ready view costs 0.2 µs, np.frombuffer 1 µs: a batch of 21 fields takes 6 µs instead of 30.
         self._ints: I32 = np.frombuffer(buffer, np.int32, geometry.slots * words).reshape(geometry.slots, words)
         self._floats: F32 = self._ints.view(np.float32)
+        self._results: list[StepResults | None] = [None] * geometry.slots
 
     def write(self, ring_slot: int, step: int, counts: Counts) -> ForwardBatch:
         """Lay out a batch of these counts; the caller fills the views. Raises RingSlotFull."""
@@ -434,18 +439,24 @@ class BatchRing:
 
     def read(self, ring_slot: int) -> ForwardBatch:
         """The batch that was written into this slot. Raises ValueError if there is none."""
+        return self._batch(ring_slot, *self.counts(ring_slot))
+
+    def counts(self, ring_slot: int) -> tuple[int, Counts]:
+        """The step and the counts of the same."""
         magic, low, high, *sizes = self._ints[ring_slot, : 3 + len(_COUNT_NAMES)].tolist()
         if magic != _MAGIC:
             raise ValueError(f"ring slot {ring_slot} holds no batch")
         counts = Counts(*sizes)
         if min(sizes) < 0 or batch_bytes(counts) > self.geometry.max_batch_bytes:
             raise ValueError(f"ring slot {ring_slot} holds impossible counts: {counts}")
-        return self._batch(ring_slot, high << 31 | low, counts)
+        return high << 31 | low, counts
 
     def results(self, ring_slot: int) -> StepResults:
-        """The result region of a slot."""
+        """The result region of a slot: always the same views, made once (they cost 9 µs)."""
+        if (made := self._results[ring_slot]) is not None:
+            return made
         geometry = self.geometry
-        results = StepResults()
+        results = self._results[ring_slot] = StepResults()
         at = geometry.result_start
         for name, is_float, per_sample, columns, extra in _RESULT_FIELDS:
             length = (geometry.max_samples if per_sample else geometry.max_wants) + extra
@@ -463,9 +474,18 @@ class BatchRing:
         batch.step = step
         batch.counts = counts
         sizes = msgspec.structs.astuple(counts)
+        ints, floats = self._ints[ring_slot], self._floats[ring_slot]
         at = _HEADER
         for name, is_float, count, columns, extra in _FIELDS:
-            at = self._set(batch, name, is_float, ring_slot, at, sizes[count] + extra, columns)
+            length = sizes[count] + extra
+            if not length:
+                # Half of the fields, in a step that only decodes.
+                setattr(batch, name, _EMPTY[is_float, columns])
+                continue
+            end = at + length * (columns or 1)
+            view = floats[at:end] if is_float else ints[at:end]
+            setattr(batch, name, view.reshape(length, columns) if columns else view)
+            at = end
         return batch
 
     def _set(

@@ -116,6 +116,16 @@ class Request:
         """Who keeps its pages when not all can: priority first, then the order of submission."""
         return -self.submit.priority, self.order
 
+    def where(self, table: SlotTable) -> str:
+        """Where it stands, for a message."""
+        where = self.stage.name.lower()
+        if self.prefetch is not None:
+            where += f", prefetching ({self.prefetch.policy}: {self.prefetch.reason or 'not asked yet'})"
+        if self.slot >= 0:
+            computed, known, limit = (array[self.slot] for array in (table.computed, table.known, table.limit))
+            where += f", slot {self.slot}: {computed} computed, {known} known, limit {limit}"
+        return where
+
 
 class SlotTable:
     """Requests that have a slot, as arrays over the slots."""

@@ -30,6 +30,7 @@ from headrace.server.readiness import Readiness
 from headrace.server.sampling import Vocabulary
 from headrace.server.structured_output import asked_grammar, checked_grammar
 from headrace.server.text import TextService
+from headrace.server.turns import Turns
 
 DEFAULT_MODEL_NAME: Final = "default"
 
@@ -75,6 +76,7 @@ class Api:
         self.running = Running(engine, self.emitter, settings.max_queued_requests, settings.max_queued_tokens)
         self.readiness = Readiness(engine.status)
         self.in_flight = InFlight(self.metrics.in_flight)
+        self.turns = Turns()
         self.keys = Keys(settings.api_keys, settings.admin_api_key)
         self.chat_template: str | None = None
         """Its source, for clients that render by themselves."""

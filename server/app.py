@@ -130,6 +130,7 @@ async def _answer(api: Api, request: web.Request, route: Route | None, handler: 
                 raise refusal
         if route is not None and request.method == hdrs.METH_POST:
             api.in_flight.enter(request)
+            await api.turns.begin()
         return await handler(request)
     except ApiError as error:
         return _refusal(request, error)

@@ -42,7 +42,7 @@ class EngineApi(Protocol):
     def control(self) -> CacheControl:
         """The cache, for those who look into it and change it."""
 
-    def flush_cache(self, device: bool = True, host: bool = True) -> Flushed:
+    def flush_cache(self, device: bool = True, host: bool = True, most_pages: int = ...) -> Flushed:
         """Drop every page of these tiers that nothing holds."""
 
     def status(self) -> EngineStatus:

@@ -27,6 +27,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from headrace.server.api import Api
 from headrace.server.app import build_app
+from headrace.server.lag import LagProbe
 from headrace.server.text import TextService
 
 log = logging.getLogger("headrace.server")
@@ -195,6 +196,7 @@ class _Life:
                     ("text", self._run_text()),
                     ("announce", self._announce()),
                     ("drain", self._drain_requests()),
+                    ("lag", LagProbe(self._api.metrics, lambda: len(self._api.in_flight) > 0).run()),
                 )
             ]
             await self._leave.wait()
@@ -237,8 +239,7 @@ class _Life:
                 said = line
             await asyncio.sleep(_POLL_S)
         self._was_ready = True
-        # What has been loaded stays: later collections need not look at it (100k objects take 18 ms).
-        gc.collect()
+        # What has been loaded stays: no later collection (`lag`) looks at it again.
         gc.freeze()
         assert self._text is not None
         after_s = time.monotonic() - self._begin_s

@@ -26,6 +26,8 @@ _FIRST_TOKEN_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6,
 _BETWEEN_TOKENS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 5)
 _WHOLE_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
 
+_LAG_S: Final = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5)
+
 _COUNTERS: Final = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests that began to run."),
     ("cached_prompt_tokens", "cached_tokens", "Prompt tokens whose KV was reused."),
@@ -132,6 +134,25 @@ class Metrics:
         self._slow_readers = Counter(
             "headrace:slow_reader_aborts", "Streams ended because their client did not read.", registry=registry
         )
+        self._lag = Histogram(
+            "headrace:loop_lag_seconds",
+            "How late the event loop's clock tick came: how long something held the loop.",
+            registry=registry,
+            buckets=_LAG_S,
+        )
+        self._collections = Histogram(
+            "headrace:gc_pause_seconds",
+            "Garbage collections, by generation.",
+            ["generation"],
+            registry=registry,
+            buckets=_LAG_S,
+        )
+        self._longest_lag_s = 0.0
+        Gauge(
+            "headrace:loop_lag_max_seconds",
+            "The longest lag since the last scrape.",
+            registry=registry,
+        ).set_function(self._take_longest_lag)
         self.in_flight = Gauge("headrace:http_requests_in_flight", "HTTP requests being answered.", registry=registry)
 
     def first_token(self, waited_s: float) -> None:
@@ -153,6 +174,17 @@ class Metrics:
 
     def slow_reader(self) -> None:
         self._slow_readers.inc()
+
+    def lag(self, late_s: float) -> None:
+        self._lag.observe(late_s)
+        self._longest_lag_s = max(self._longest_lag_s, late_s)
+
+    def collected(self, generation: int, took_s: float) -> None:
+        self._collections.labels(str(generation)).observe(took_s)
+
+    def _take_longest_lag(self) -> float:
+        longest_s, self._longest_lag_s = self._longest_lag_s, 0.0
+        return longest_s
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

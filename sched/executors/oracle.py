@@ -54,7 +54,12 @@ def content(previous: bytes, token: int) -> bytes:
 
 
 def draw(
-    contents: bytes, seed: int, position: int, vocab: int, banned: Sequence[int] = (), mask: U32 | None = None
+    contents: bytes | bytearray,
+    seed: int,
+    position: int,
+    vocab: int,
+    banned: Sequence[int] = (),
+    mask: U32 | None = None,
 ) -> int:
     """The next id after these contents: `position` counts outputs; ids that are `banned`, or that the mask does not
     allow, are stepped over. Where the mask allows nothing but banned ids, they are drawn."""

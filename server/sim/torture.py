@@ -1,8 +1,10 @@
 """A seeded schedule of everything that can happen to an engine, run against the oracle.
 
 One seed gives one schedule and one trace. Arrivals come in bursts, prompts share prefixes and repeat earlier
-conversations, clients abort at any moment, stop strings are found late, the cache is flushed, the device dies or hangs,
-pools are a few pages. After every step the engine's integrity is checked and each id is the oracle's.
+conversations, clients leave at any moment and in any stage, stop strings are found late, deadlines pass, the cache is
+flushed, pinned, warmed and cleared, the device and the storage agent die or hang, the store fails and its pages are
+damaged, pools are a few pages, tasks are cancelled at whatever await they are. After every step the engine's integrity
+is checked and each id is the oracle's; a watchdog in virtual time names a request that does not get on.
 """
 
 from __future__ import annotations
@@ -10,18 +12,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from typing import get_args
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import TypeAlias
 
 import msgspec
+import numpy as np
 
-from headrace.kvcache.prefetch import PrefetchOptions, PrefetchPolicy
 from headrace.sched.cache_control import PinRefused
-from headrace.sched.messages import NeverFits, Overloaded
-from headrace.sched.policies import SchedulePolicy
+from headrace.sched.messages import NeverFits, Overloaded, SamplingParams, Submit
+from headrace.sched.stages import first_of
 from headrace.server.sim.grammar import END_ID
-from headrace.server.sim.storage import StorageTimes
+from headrace.server.sim.judge import Watched
+from headrace.server.sim.torture_shapes import random_shape
 from headrace.server.sim.virtual_loop import run
-from headrace.server.sim.world import VOCAB, Watched, World, WorldShape
+from headrace.server.sim.world import VOCAB, World, WorldShape
+
+MAX_DEVICE_FAULTS = 4
+"""A device that is lost six times within five minutes ends the engine, on purpose."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -29,169 +37,257 @@ class Report(msgspec.Struct, frozen=True):
 
     seed: int
     requests: int
-    refused: int
-    ends: dict[str, int]
-    steps: int
-    retractions: int
-    cached_tokens: int
-    host_tokens: int
-    storage_tokens: int
-    agent_restarts: int
-    grammar_requests: int
-    late_masks: int
-    grammar_worker_restarts: int
-    overrun_tokens: int
-    device_restarts: int
-    pinned: int
+    happened: dict[str, int]
     digest: str
 
 
-def torture(seed: int, requests: int, check_every_step: bool = True) -> Report:
-    """Run `requests` requests under the faults of `seed`. Raises AssertionError where an invariant fails."""
-    return run(_torture(seed, requests, check_every_step), max_virtual_s=86_400, max_turns=1 << 40)
+def torture(seed: int, requests: int, shape: WorldShape | None = None, check_every_step: bool = True) -> Report:
+    """Run `requests` requests under the faults of `seed`, in a world of a shape that the seed draws, or of this one.
+    Raises AssertionError where an invariant fails, or EngineFailed where one failed inside the engine."""
+    try:
+        return run(_torture(seed, requests, shape, check_every_step), max_virtual_s=86_400, max_turns=1 << 40)
+    except ExceptionGroup as group:
+        raise first_of(group) from group
 
 
-def random_shape(rng: random.Random) -> WorldShape:
-    """Sizes from comfortable down to a few pages."""
-    page_tokens = rng.choice((1, 2, 4, 4, 16))
-    context_tokens = page_tokens * rng.randint(6, 24)
-    slots = rng.randint(1, 8)
-    least = context_tokens // page_tokens
-    host_pages = rng.choice((0, 3, least, least, 2 * least, 10 * least))
-    policies: tuple[PrefetchPolicy, ...] = ("best_effort", "wait_complete", "timeout", "adaptive")
-    policy = rng.choice(policies)
-    return WorldShape(
-        slots=slots,
-        pages=rng.choice((rng.randint(least // 2 + 1, least), rng.randint(least, 2 * least), least * slots)),
-        page_tokens=page_tokens,
-        context_tokens=context_tokens,
-        prefill_tokens=rng.choice((1, 3, 8, 16, 64)),
-        overlap=rng.random() < 0.8,
-        reuse=rng.random() < 0.9,
-        delay_us=rng.choice((1, 50, 2000)),
-        max_queued_requests=rng.choice((8, 64, 1024)),
-        max_queued_tokens=rng.choice((20 * context_tokens, 1 << 16)),
-        conservativeness=rng.choice((0.0, 0.3, 1.0)),
-        host_pages=host_pages,
-        storage_pages=rng.choice((0, 4, 10 * least, 200 * least)) if host_pages else 0,
-        storage=StorageTimes(rng.choice((20, 500)), rng.choice((1, 100, 2000)), rng.randint(1, 4)),
-        prefetch=PrefetchOptions(policy, rng.choice((1, 16)), timeout_base_ms=5.0, piece_bytes=rng.choice((1, 256))),
-        token_us=rng.choice((0.0, 50.0)),
-        write_policy=rng.choice(("write_through", "write_through_selective", "write_back")),
-        step_timeout_s=2.0,
-    )
-
-
-async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
+async def _torture(seed: int, requests: int, shape: WorldShape | None, check_every_step: bool) -> Report:
     rng = random.Random(seed)
-    shape, policies = random_shape(rng), random.Random(seed)
-    shape = msgspec.structs.replace(
-        shape,
-        schedule_policy=policies.choice(get_args(SchedulePolicy)),
-        preempt_above=policies.choice((None, 0, 2)),
-        mask_us=policies.choice((10, 500, 3000)),
-    )
-    async with World(seed, shape, check_every_step) as world:
-        schedule = _Schedule(world, rng, seed)
-        faults = rng.choice((0.0, 0.0, 0.03))
-        await asyncio.sleep(world.shape.start_ms / 1e3 + 0.1)
-        while len(world.requests) + schedule.refused < requests:
-            for _ in range(rng.choice((1, 1, 1, 2, 8))):
-                schedule.submit()
-            schedule.disturb(faults)
-            await asyncio.sleep(rng.choice((0.0, 0.001, 0.004, 0.02)))
-        await world.finish()
-        status = world.engine.status()
-        ends: dict[str, int] = {}
-        for watched in world.requests.values():
-            assert watched.finished is not None
-            ends[watched.finished.reason] = ends.get(watched.finished.reason, 0) + 1
-        return Report(
-            seed=seed,
-            requests=len(world.requests),
-            refused=schedule.refused,
-            ends=dict(sorted(ends.items())),
-            steps=status.steps,
-            retractions=status.retractions,
-            cached_tokens=status.cached_tokens,
-            host_tokens=sum(w.started.cached_host_tokens for w in world.requests.values() if w.started),
-            storage_tokens=sum(w.started.cached_storage_tokens for w in world.requests.values() if w.started),
-            agent_restarts=max(0, world.agents - 1),
-            grammar_requests=sum(w.submit.sampling.grammar is not None for w in world.requests.values()),
-            late_masks=status.late_masks,
-            grammar_worker_restarts=status.grammar_worker_restarts,
-            overrun_tokens=status.overrun_tokens,
-            device_restarts=status.device_restarts,
-            pinned=schedule.pinned,
-            digest=world.trace.digest(),
+    async with World(seed, shape or random_shape(rng), check_every_step) as world:
+        ending = rng.choice(
+            ("", "", "", "", "", "", "engine", rng.choice(("device", "execute", "watch", "storage", "grammars")))
         )
+        if ending == "storage" and not world.shape.storage_pages:
+            ending = ""
+        async with asyncio.TaskGroup() as clients:
+            schedule = _Schedule(world, rng, lambda work: clients.create_task(work))
+            await asyncio.sleep(world.shape.start_ms / 1e3 + 0.1)
+            pressure = 4 + world.shape.slots * rng.choice((1, 2, 4))
+            while len(world.requests) + schedule.refused < requests:
+                # Mostly as many as keep the slots busy; now and then more than the queue may hold.
+                room = len(world.unfinished) < pressure or rng.random() < 0.01
+                if room:
+                    for _ in range(rng.choice((1, 2, 4, 16, 64))):
+                        if not schedule.submit():
+                            break
+                schedule.disturb()
+                world.check_progress()
+                await asyncio.sleep(rng.choice((0.0, 0.001, 0.004, 0.02)) if room else 0.01)
+            if ending:
+                await asyncio.sleep(rng.random() * 0.02)
+                schedule.leave()
+                await world.cancel_engine("" if ending == "engine" else ending)
+                schedule.happened[f"cancelled: {ending}"] += 1
+            else:
+                await world.finish()
+                schedule.leave()
+        return Report(seed, len(world.requests), _happened(world, schedule), world.trace.digest())
+
+
+def _happened(world: World, schedule: _Schedule) -> dict[str, int]:
+    status, watched = world.engine.status(), list(world.requests.values())
+    happened = schedule.happened
+    for one in watched:
+        happened[f"ended: {one.finished.reason if one.finished else 'with the engine'}"] += 1
+    starts = [one.started for one in watched if one.started is not None]
+    happened.update(
+        {
+            "refused": schedule.refused,
+            "output tokens": sum(len(one.ids) for one in watched),
+            "prompt tokens": sum(len(one.submit.prompt_ids) for one in watched),
+            "steps": status.steps,
+            "retractions": status.retractions,
+            "tokens from the device's cache": sum(start.cached_device_tokens for start in starts),
+            "tokens from the host": sum(start.cached_host_tokens for start in starts),
+            "tokens from storage": sum(start.cached_storage_tokens for start in starts),
+            "overrun tokens": status.overrun_tokens,
+            "prompts whose logprobs were asked": sum(one.submit.sampling.prompt_logprobs >= 0 for one in watched),
+            "device losses": status.device_restarts,
+            "requests with a grammar": sum(one.submit.sampling.grammar is not None for one in watched),
+            "late masks": status.late_masks,
+            "grammar worker losses": status.grammar_worker_restarts,
+            "agent losses": max(0, world.agents - 1),
+            "storage deadlines missed": status.storage_deadlines_missed,
+            "pages copied to the host": status.copied_pages,
+            "copies skipped": status.skipped_pages,
+            "pages written to storage": status.stored_pages,
+            "pages storage did not take": status.unstored_pages,
+            "damaged pages": world.store.damaged,
+            "errors of the store": world.store.failed + world.store.raised,
+            "prefetched pages: useful": status.prefetch_useful_pages,
+            "prefetched pages: late": status.prefetch_late_pages,
+            "prefetched pages: wasted": status.prefetch_wasted_pages,
+            "prefetched pages: cancelled": status.prefetch_cancelled_pages,
+            "prefetched pages: declined": status.prefetch_declined_pages,
+            "seeds without overlap": int(not world.shape.overlap),
+            "seeds without storage": int(not world.shape.storage_pages),
+        }
+    )
+    return {name: happened[name] for name in sorted(happened)}
+
+
+Begin: TypeAlias = Callable[[Coroutine[object, object, None]], asyncio.Task[None]]
 
 
 class _Schedule:
     """Draws what happens next."""
 
-    def __init__(self, world: World, rng: random.Random, seed: int) -> None:
+    def __init__(self, world: World, rng: random.Random, begin: Begin) -> None:
+        """`begin` makes a task of the run's own group."""
         self.refused = 0
-        self.pinned = 0
+        self.happened: Counter[str] = Counter()
+        self._begin = begin
+        self._tasks: list[asyncio.Task[None]] = []
         self._pins: list[str] = []
-        self._grammars = random.Random(seed ^ 1)
-        self._controls = random.Random(seed)
-        """Of their own: with a seed, requests and faults come as they would without pins and grammars."""
-        self._priorities = random.Random(seed)
+        self._device_faults = 0
         self._world = world
         self._rng = rng
         self._loop = asyncio.get_running_loop()
+        self._faults = rng.choice((0.0, 0.0, 0.03))
+        self._flushes = rng.choice((0.02, 0.1, 0.4))
+        self._salts = rng.choice((("",), ("", "", "s"), ("", "s", "t")))
         self._prefixes = [[rng.randrange(VOCAB) for _ in range(world.shape.context_tokens)] for _ in range(3)]
+        self._timers: list[asyncio.TimerHandle] = []
 
-    def submit(self) -> None:
-        """A new request, now; perhaps with an abort or a found stop string to come."""
+    def submit(self) -> bool:
+        """A new request, now, perhaps with an abort, a found stop string or a leaving client to come; False if it is
+        refused."""
         rng, world = self._rng, self._world
         prompt, outputs = self._prompt()
-        sampling: dict[str, object] = {"seed": rng.randrange(-5, 1 << 63)}
+        kind = rng.random()
+        submit = Submit(
+            len(world.requests) + 1,
+            np.array(prompt, np.int32),
+            self._sampling(outputs, len(prompt)),
+            cache_salt=rng.choice(self._salts),
+            priority=rng.choice((0, 0, 0, 0, 1, -1, 3)),
+            prefetch_policy=rng.choice(("", "", "best_effort", "wait_complete", "timeout", "adaptive")),
+            deadline_ms=rng.choice((2.0, 20.0, 200.0)) if rng.random() < 0.05 else 0.0,
+            queue_deadline_ms=rng.choice((2.0, 20.0)) if rng.random() < 0.03 else 0.0,
+        )
+        try:
+            watched = world.submit_message(submit)
+        except (Overloaded, NeverFits):
+            self.refused += 1
+            return False
+        if kind < 0.12:
+            # Many at about the time of their first step.
+            self._later(rng.random() * rng.choice((0.002, 0.05)), lambda: self._abort(watched))
+        elif kind < 0.2:
+            self._later(rng.random() * 0.05, lambda: self._conclude(watched))
+        elif kind < 0.35:
+            self._spawn(self._client(watched), leaves=rng.random() < 0.5)
+        return True
+
+    def disturb(self) -> None:
+        """Perhaps a flush, a pin, a clearing, or a fault of the device."""
+        rng, world = self._rng, self._world
+        if rng.random() < self._flushes:
+            # What both tiers have lost comes back from storage.
+            world.engine.flush_cache(rng.random() < 0.8, rng.random() < 0.8)
+            self.happened["flushes"] += 1
+        if rng.random() < 0.2:
+            self._control()
+        if rng.random() < 0.05:
+            self._spawn(self._wait_for_control(), leaves=rng.random() < 0.5)
+        if rng.random() < self._faults:
+            rng.choice((self._kill_device, self._kill_device, world.kill_agent))()
+        if rng.random() < self._faults:
+            world.kill_grammar_worker()
+        if rng.random() < self._faults / 2:
+            world.hang_grammar_worker(rng.choice((0.01, 0.5, 30.0)))
+        if rng.random() < self._faults / 2:
+            rng.choice((self._hang_device, world.hang_agent))(rng.choice((0.01, 0.5, 5.0)))
+
+    def leave(self) -> None:
+        """The schedule is over: nothing more happens, and who still waits goes away."""
+        for timer in self._timers:
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def _sampling(self, outputs: int, prompt_tokens: int) -> SamplingParams:
+        rng = self._rng
+        sampling: dict[str, object] = {"max_tokens": outputs, "seed": rng.randrange(-5, 1 << 63)}
         if rng.random() < 0.3:
             sampling["stop_ids"] = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 100)))]
             sampling["min_tokens"] = rng.randint(0, outputs)
-        if self._grammars.random() < 0.25:
+        if rng.random() < 0.2:
             # Some end by their grammar, some by an end of text, some by their length.
-            text = f"{self._grammars.getrandbits(60)} {self._grammars.randint(1, 40)}"
-            sampling["grammar"] = {"kind": "toy", "text": text}
-            if self._grammars.random() < 0.7:
+            sampling["grammar"] = {"kind": "toy", "text": f"{rng.getrandbits(60)} {rng.randint(1, 40)}"}
+            if rng.random() < 0.7:
                 sampling.setdefault("stop_ids", [END_ID])
         if rng.random() < 0.1:
             sampling["prompt_logprobs"] = 0
-            sampling["prompt_logprobs_from"] = self._grammars.randint(1, len(prompt))
+            sampling["prompt_logprobs_from"] = rng.randint(1, prompt_tokens)
+        if rng.random() < 0.1:
+            sampling["logprobs"] = 2
         if rng.random() < 0.2:
             sampling |= {"repetition_penalty": 1.1, "logit_bias": [(1, 0.5)]}
-        priority = self._priorities.choice((0, 0, 0, 1, 3))
-        try:
-            watched = world.submit(prompt, outputs, salt=rng.choice(("", "", "s")), priority=priority, **sampling)
-        except (Overloaded, NeverFits):
-            self.refused += 1
-            return
-        if rng.random() < 0.15:
-            self._loop.call_later(rng.random() * 0.05, world.engine.abort, watched.submit.request)
-        if rng.random() < 0.1:
-            self._loop.call_later(rng.random() * 0.02, self._conclude, watched)
+        return msgspec.convert(sampling, SamplingParams)
 
-    def disturb(self, faults: float) -> None:
-        """Perhaps a flush, a pin, a clearing, or a fault of the device."""
-        rng, world = self._rng, self._world
-        if rng.random() < 0.06:
-            world.engine.flush_cache()
-        if self._controls.random() < 0.2:
-            self._control()
-        if rng.random() < faults:
-            rng.choice((world.kill_device, world.kill_device, world.kill_agent))()
-        if rng.random() < faults / 2:
-            rng.choice((world.hang_device, world.hang_agent))(rng.choice((0.01, 0.5, 5.0)))
-        if self._grammars.random() < faults:
-            world.kill_grammar_worker()
-        if self._grammars.random() < faults / 2:
-            world.hang_grammar_worker(self._grammars.choice((0.01, 0.5, 30.0)))
+    def _prompt(self) -> tuple[list[int], int]:
+        """A prompt and its number of outputs: an own one, a shared prefix, or an earlier request with its answer."""
+        rng, world, shape = self._rng, self._world, self._world.shape
+        fits, kind = min(shape.context_tokens, shape.pages * shape.page_tokens), rng.random()
+        limit = fits if rng.random() < 0.99 else shape.context_tokens
+        if kind < 0.3 and world.requests:
+            last = len(world.requests)
+            earlier = world.requests[rng.randint(rng.choice((1, max(1, last - 20))), last)]
+            prompt = [*earlier.submit.prompt_ids.tolist(), *earlier.ids, rng.randrange(VOCAB)]
+        elif kind < 0.8:
+            prompt = [
+                *rng.choice(self._prefixes)[: rng.randrange(rng.choice((limit // 2, limit)))],
+                rng.randrange(VOCAB),
+            ]
+        else:
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, rng.choice((limit // 2, limit - 1))))]
+        prompt = prompt[: limit - 1]
+        return prompt, min(rng.randint(1, rng.choice((16, 32, 48))), limit - len(prompt))
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Clients
+
+    async def _client(self, watched: Watched) -> None:
+        """As the server's handlers do: whatever ends the wait, the request is aborted."""
+        try:
+            await watched.ended.wait()
+        finally:
+            if not watched.ended.is_set():
+                self._abort(watched, "clients that left")
+
+    def _abort(self, watched: Watched, who: str = "aborts") -> None:
+        """End a request, whatever it is doing: the table says in which stages this was."""
+        stage = self._world.engine.stage_of(watched.submit.request).split(",")[0]
+        if watched.finished is None:
+            self.happened[who] += 1
+            self.happened[f"left while {stage}"] += 1
+        self._world.abort(watched)
+
+    def _conclude(self, watched: Watched) -> None:
+        if watched.ids and watched.finished is None:
+            self.happened["stop strings found"] += 1
+            self._world.conclude(watched.submit.request, self._rng.randint(1, len(watched.ids)))
+
+    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+        self._timers.append(self._loop.call_later(delay_s, act))
+
+    def _spawn(self, work: Coroutine[object, object, None], leaves: bool) -> None:
+        task = self._begin(work)
+        self._tasks.append(task)
+        if leaves:
+            self._later(self._rng.random() * 0.05, lambda: self._cancel(task))
+
+    def _cancel(self, task: asyncio.Task[None]) -> None:
+        if not task.done():
+            self.happened["cancelled: a client's task"] += 1
+            task.cancel()
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Control
 
     def _control(self) -> None:
         """Pin what a request had, let a pin go, or clear a prompt or a salt."""
-        rng, control, requests = self._controls, self._world.engine.control, self._world.requests
+        rng, control, requests = self._rng, self._world.engine.control, self._world.requests
         if not requests:
             return
         submit = requests[rng.randint(max(1, len(requests) - 4), len(requests))].submit
@@ -201,26 +297,40 @@ class _Schedule:
             # In a pool of a few pages most are.
             with contextlib.suppress(PinRefused):
                 self._pins.append(control.pin(prompt, salt, rng.choice((0.001, 0.1, 2.0))).id)
-                self.pinned += 1
+                self.happened["pins"] += 1
         elif kind < 0.8 and self._pins:
             control.unpin(rng.choice(self._pins))
         else:
             control.clear(prompt[: rng.choice((0, len(prompt)))], salt, rng.random() < 0.7, rng.random() < 0.7)
+            self.happened["clearings"] += 1
 
-    def _prompt(self) -> tuple[list[int], int]:
-        """A prompt and its number of outputs: an own one, a shared prefix, or an earlier request with its answer."""
-        rng, world, limit = self._rng, self._world, self._world.shape.context_tokens
-        kind = rng.random()
-        if kind < 0.3 and world.requests:
-            earlier = world.requests[rng.randint(1, len(world.requests))]
-            prompt = [*earlier.submit.prompt_ids.tolist(), *earlier.ids, rng.randrange(VOCAB)]
-        elif kind < 0.8:
-            prompt = [*rng.choice(self._prefixes)[: rng.randrange(limit)], rng.randrange(VOCAB)]
-        else:
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, limit - 1))]
-        prompt = prompt[: limit - 1]
-        return prompt, rng.randint(1, min(rng.choice((16, 64)), limit - len(prompt)))
+    async def _wait_for_control(self) -> None:
+        """An operation on the cache that waits."""
+        rng, control, requests = self._rng, self._world.engine.control, self._world.requests
+        if not requests:
+            return
+        submit = requests[rng.randint(1, len(requests))].submit
+        kind = rng.choice(("lookup", "warm", "settle", "warm", "lookup", "delete"))
+        self.happened[f"cache operations: {kind}"] += 1
+        with contextlib.suppress(Overloaded):
+            if kind == "lookup":
+                await control.lookup(submit.prompt_ids, submit.cache_salt)
+            elif kind == "warm":
+                await control.warm(submit.prompt_ids, submit.cache_salt, rng.choice((0.001, 1.0)))
+            elif kind == "settle":
+                await control.settle(rng.choice((0.001, 1.0)))
+            else:
+                await control.delete_stored(rng.choice((None, "s", "t")))
 
-    def _conclude(self, watched: Watched) -> None:
-        if watched.ids:
-            self._world.conclude(watched.submit.request, self._rng.randint(1, len(watched.ids)))
+    # ------------------------------------------------------------------------------------------------------------
+    # Faults
+
+    def _kill_device(self) -> None:
+        if self._device_faults < MAX_DEVICE_FAULTS:
+            self._device_faults += 1
+            self._world.kill_device()
+
+    def _hang_device(self, duration_s: float) -> None:
+        if self._device_faults < MAX_DEVICE_FAULTS:
+            self._device_faults += 1
+            self._world.hang_device(duration_s)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -24,11 +24,11 @@ from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
-from headrace.kvcache.storage.memory import MemoryStore
 from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.transport import Transport
 from headrace.ops.wire import (
     BatchRing,
+    Command,
     Forward,
     GroupShape,
     Reply,
@@ -40,18 +40,24 @@ from headrace.ops.wire import (
     encoder,
 )
 from headrace.sched.batch import max_batch_bytes
+from headrace.sched.device import EngineFailed
 from headrace.sched.engine import Engine
-from headrace.sched.executors.oracle import OracleDevice, expected, prompt_logprob_at
-from headrace.sched.messages import Finished, PromptLogprobs, SamplingParams, Started, StepDeltas, Submit
+from headrace.sched.executors.oracle import OracleDevice
+from headrace.sched.messages import SamplingParams, StepDeltas, Submit
 from headrace.sched.options import EngineOptions
 from headrace.sched.policies import SchedulePolicy
-from headrace.server.sim.grammar import SimGrammarWorker, compile_toy
-from headrace.server.sim.storage import SimAgent, StorageTimes
+from headrace.server.sim.grammar import SimGrammarWorker
+from headrace.server.sim.judge import Watched
+from headrace.server.sim.storage import FaultyStore, SimAgent, StorageTimes, StoreFaults
 from headrace.server.sim.trace import Trace
 from headrace.server.sim.transport import Faults, SimLink, SimServer
 from headrace.server.sim.virtual_loop import running_loop
 
 VOCAB: Final = 997
+STUCK_S: Final = 20.0
+"""With requests to serve, the engine tells something more often: a device that hangs is replaced after 2 to 6 s."""
+STARVED_S: Final = 600.0
+"""Of one request, whatever the others do."""
 
 
 class WorldShape(msgspec.Struct, frozen=True):
@@ -80,6 +86,7 @@ class WorldShape(msgspec.Struct, frozen=True):
     storage_pages: int = 0
     """Capacity of the storage tier, 0 for none; it needs host pages."""
     storage: StorageTimes = StorageTimes()
+    store_faults: StoreFaults = StoreFaults()
     prefetch: PrefetchOptions = PrefetchOptions()
     token_us: float = 0.0
     """Of one prefill token, beyond `forward_us`; the engine is told so in its warm-up."""
@@ -89,32 +96,6 @@ class WorldShape(msgspec.Struct, frozen=True):
 
 
 DEFAULT_SHAPE: Final = WorldShape()
-
-
-@dataclass
-class Watched:
-    """What the world knows of one request."""
-
-    submit: Submit
-    ids: list[int] = field(default_factory=list)
-    started: Started | None = None
-    finished: Finished | None = None
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    concluded: bool = False
-    """A stop string was found in it."""
-
-    def expected(self) -> list[int]:
-        sampling = self.submit.sampling
-        return expected(
-            self.submit.prompt_ids.tolist(),
-            sampling.max_tokens,
-            VOCAB,
-            sampling.seed & 0xFFFFFFFFFFFFFFFF,
-            sampling.stop_ids,
-            sampling.min_tokens,
-            None if sampling.grammar is None else compile_toy(sampling.grammar, VOCAB),
-        )
 
 
 class _SimConnection:
@@ -134,7 +115,9 @@ class _SimConnection:
             StepCost(0, 100, 0, (shape.forward_us + 100 * shape.token_us) / 1e3),
         ]
         device = OracleDevice(self.ring, self._reply, VOCAB, costs if shape.token_us else (), world.host_pool)
-        self.server.serve(lambda message: device.handle(command_decoder.decode(message)))
+        self._begun: deque[Command] = deque()
+        """Commands that take their time, decoded when they began: one lane, so they end in that order."""
+        self.server.serve(lambda message: device.handle(self._begun.popleft()))
         self._world = world
 
     @property
@@ -158,12 +141,14 @@ class _SimConnection:
 
     def _cost_ns(self, message: bytes) -> int:
         shape = self._world.shape
-        match command_decoder.decode(message):
+        command = command_decoder.decode(message)
+        self._begun.append(command)
+        match command:
             case Start():
                 return shape.start_ms * 1_000_000
             case Forward() as forward:
                 self._world.deepest = max(self._world.deepest, len(self._world.engine.in_flight))
-                prefill = self.ring.read(forward.ring_slot).counts.tokens if shape.token_us else 0
+                prefill = self.ring.counts(forward.ring_slot)[1].tokens if shape.token_us else 0
                 cost_us = shape.forward_us + prefill * shape.token_us
                 cost_ns = int(cost_us * 1000 * (0.5 + self._world.rng.random()))
                 self._step_ms = cost_ns / 1e6 if shape.token_us else 0.0
@@ -182,11 +167,15 @@ class World:
         self.trace = Trace(loop.time_ns)
         self.lives = 0
         self.requests: dict[int, Watched] = {}
+        self.unfinished: dict[int, Watched] = {}
+        self.moved_s = 0.0
+        """When the engine last told anything."""
         self.connection: _SimConnection | None = None
         self.deltas: list[StepDeltas] = []
         self.deepest = 0
         """Steps launched and not collected, at most."""
         self._check_every_step = check_every_step
+        self._checked = -1
         self._engine_task: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
         self.layout = KvLayout(shape.page_tokens, (LayerGroup("full", 0, (0,), 1, 8, 1),))
@@ -197,7 +186,7 @@ class World:
         self.agent: SimAgent | None = None
         self.grammar_lives = 0
         self.grammar_worker: SimGrammarWorker | None = None
-        self.store = MemoryStore(shape.storage_pages * 8192)
+        self.store = FaultyStore(shape.storage_pages * 8192, self.rng, shape.store_faults)
         self.host_pool = bytearray(shape.host_pages * self.layout.host_slot_bytes(0)) if shape.host_pages else None
         start = Start(
             model_path="",
@@ -241,10 +230,31 @@ class World:
         return self
 
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
-        assert self._engine_task is not None
+        if self._engine_task is None:
+            return
         self._engine_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._engine_task
+
+    async def cancel_engine(self, stage: str = "") -> None:
+        """Cancel the engine's task, or one of its stages, at whatever await it is. A cancelled engine gives the device
+        and the agent back and tells nobody; one that has lost a stage has failed, and tells everybody."""
+        task = self._engine_task
+        assert task is not None and not task.done()
+        victims = [other for other in asyncio.all_tasks() if other.get_name() == stage] if stage else [task]
+        self.trace.record("cancel", stage)
+        victims[0].cancel()
+        async with asyncio.timeout(STUCK_S):
+            await asyncio.wait([task])
+        self._engine_task = None
+        if stage:
+            assert isinstance(task.exception(), EngineFailed), f"the {stage} stage is gone and the engine goes on"
+            assert self.engine.phase == "failed" and not self.unfinished, "the engine has failed, and nobody was told"
+        else:
+            assert task.cancelled()
+        assert self.connection is None or self.connection.server.stopped, "the device still runs"
+        assert self.agent is None or self.agent.stopped, "the storage agent still runs"
+        self.engine.check_integrity()
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int = 8, salt: str = "", priority: int = 0, **sampling: object
@@ -258,7 +268,8 @@ class World:
         """The same for a ready message; its handle must be `len(requests) + 1`."""
         assert submit.request == len(self.requests) + 1
         self.engine.submit(submit)
-        watched = self.requests[submit.request] = Watched(submit)
+        watched = Watched(submit, VOCAB, running_loop().time())
+        self.unfinished[submit.request] = self.requests[submit.request] = watched
         self.trace.record("submit", submit.request, len(submit.prompt_ids), submit.sampling.max_tokens)
         return watched
 
@@ -267,6 +278,12 @@ class World:
         if (watched := self.requests.get(request)) is not None and watched.finished is None:
             watched.concluded = True
         self.engine.conclude(request, n_tokens)
+
+    def abort(self, watched: Watched) -> None:
+        """The client does not want it any more: it must be gone from every list when `abort` returns."""
+        self.engine.abort(watched.submit.request)
+        stage = self.engine.stage_of(watched.submit.request)
+        assert stage.startswith("unknown"), f"request {watched.submit.request} was aborted, and is still {stage}"
 
     def kill_device(self) -> None:
         """The device's process dies."""
@@ -310,12 +327,26 @@ class World:
             self._moved.clear()
             await self._moved.wait()
 
+    def check_progress(self) -> None:
+        """Raise AssertionError if a request is stuck, in virtual time, and say where it stands."""
+        now_s = running_loop().time()
+        for watched in self.unfinished.values():
+            nothing_moves = now_s - max(self.moved_s, watched.began_s) > STUCK_S
+            if nothing_moves or now_s - watched.moved_s > STARVED_S:
+                name, wanted = watched.submit.request, watched.submit.sampling.max_tokens
+                raise AssertionError(
+                    f"request {name} is stuck: {self.engine.stage_of(name)}; {len(watched.ids)} ids of {wanted}, "
+                    f"nothing for {now_s - watched.moved_s:.0f} s; {self.engine.status()}"
+                )
+
     async def finish(self) -> None:
-        """Wait for every request's end; judge them; check that nothing is held any more."""
+        """Wait for every request's end; check that nothing is held any more."""
         for watched in self.requests.values():
-            async with asyncio.timeout(3600):
-                await watched.ended.wait()
-            self.judge(watched)
+            while not watched.ended.is_set():
+                self.check_progress()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await watched.ended.wait()
         await asyncio.sleep(3.0)
         self.engine.check_integrity()
         status = self.engine.status()
@@ -324,28 +355,13 @@ class World:
         assert not self.engine.writing, "pages are still on their way down"
         assert status.integrity_alarms == 0
 
-    def judge(self, watched: Watched) -> None:
-        """Raise AssertionError unless an ended request got what it had to."""
-        end, want = watched.finished, watched.expected()
-        assert end is not None
-        assert watched.ids[: len(want)] == want[: len(watched.ids)]
-        assert end.n_tokens <= len(watched.ids) <= len(want)
-        if end.reason == "length":
-            assert watched.ids == want and len(want) == watched.submit.sampling.max_tokens
-        elif end.reason == "stop" and end.matched_stop_id >= 0:
-            assert watched.ids == want and want[-1] == end.matched_stop_id
-        elif end.reason == "stop" and not watched.concluded:
-            assert watched.ids == want and end.n_tokens == len(want)
-        if watched.submit.sampling.prompt_logprobs >= 0 and end.reason in ("length", "stop"):
-            self._judge_prompt_logprobs(watched)
-
-    def _judge_prompt_logprobs(self, watched: Watched) -> None:
-        prompt = watched.submit.prompt_ids.tolist()
-        first = watched.submit.sampling.prompt_logprobs_from
-        got = {
-            part.start + i: float(value) for part in watched.prompt_logprobs for i, value in enumerate(part.logprobs)
-        }
-        assert got == {position: prompt_logprob_at(prompt, position) for position in range(first, len(prompt))}
+    def _check(self) -> None:
+        """Every page and lease, unless none has changed hands since the last look; every list and slot."""
+        if self.engine.cache_changes == self._checked:
+            self.engine.check_lists()
+            return
+        self.engine.check_integrity()
+        self._checked = self.engine.cache_changes
 
     def _open_store(self) -> OpenStore:
         slot_bytes = self.layout.host_slot_bytes(0)
@@ -364,7 +380,8 @@ class World:
         await asyncio.sleep(0.01)
         assert self.host_pool is not None
         link = SimLink(self.rng, running_loop(), self._delay_ns, trace=self.trace, name=f"agent{self.agents}")
-        self.agent = SimAgent(link, self.store, self.host_pool, self.shape.storage)
+        slow = self.shape.store_faults.slow
+        self.agent = SimAgent(link, self.store, self.host_pool, self.shape.storage, slow)
         return self.agent
 
     async def _connect_grammar(self) -> SimGrammarWorker:
@@ -388,20 +405,22 @@ class World:
         self.deltas.append(deltas)
         self.trace.record("step", deltas.step, *deltas.ids.tolist())
         if self._check_every_step and self.engine.phase != "failed":
-            self.engine.check_integrity()
+            self._check()
+        now_s = self.moved_s = running_loop().time()
         for started in deltas.started:
             watched = self.requests[started.request]
             assert watched.started is None and not watched.ids
             watched.started = started
         for part in deltas.prompt_logprobs:
-            self.requests[part.request].prompt_logprobs.append(part)
+            watched = self.requests[part.request]
+            watched.prompt_logprobs.append(part)
+            watched.moved_s = now_s
+        ids, offsets = deltas.ids.tolist(), deltas.offsets.tolist()
         for i, handle in enumerate(deltas.requests.tolist()):
             watched = self.requests[handle]
-            assert watched.finished is None, "ids after the end"
-            watched.ids.extend(deltas.ids[deltas.offsets[i] : deltas.offsets[i + 1]].tolist())
+            watched.take(ids[offsets[i] : offsets[i + 1]])
+            watched.moved_s = now_s
         for end in deltas.finished:
-            watched = self.requests[end.request]
-            assert watched.finished is None, "two ends"
-            watched.finished = end
-            watched.ended.set()
+            self.requests[end.request].end(end)
+            self.unfinished.pop(end.request)
             self.trace.record("end", end.request, end.reason, end.n_tokens)

@@ -162,7 +162,7 @@ class ScriptedEngine:
         if self.running.pop(request, None) is not None:
             self._tell([Finished(request, "stop", n_tokens)])
 
-    def flush_cache(self, device: bool = True, host: bool = True) -> Flushed:
+    def flush_cache(self, device: bool = True, host: bool = True, most_pages: int = 1 << 40) -> Flushed:
         self.flushes += 1
         dropped, self.cached_tokens = self.cached_tokens, 0
         return Flushed(dropped_pages=dropped, pinned_pages=len(self.running))

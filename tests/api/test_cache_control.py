@@ -24,6 +24,7 @@ from headrace.sched.batch import max_batch_bytes
 from headrace.sched.engine import Engine
 from headrace.sched.executors.local import LocalConnection
 from headrace.sched.executors.oracle import OracleDevice, expected
+from headrace.sched.messages import Flushed
 from headrace.sched.options import EngineOptions
 from headrace.server.api import Api, ApiSettings
 from headrace.server.lifecycle import LoadedText, bind, run_server
@@ -256,6 +257,23 @@ async def test_a_flush_drops_the_tier_that_it_names(tier: str, left: tuple[int, 
         server.engine.check_integrity()
     assert flushed["success"] and flushed["writes_completed"]
     assert all(counts["dropped_pages"] >= WHOLE // PAGE_TOKENS for counts in flushed["tiers"].values())
+
+
+async def test_a_flush_gives_way_to_the_loop_after_each_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.server.cache_control.FLUSH_PAGES", 1)
+    async with serving() as server:
+        await server.run()
+        real, slices = server.engine.flush_cache, list[int]()
+
+        def counted(device: bool, host: bool, most_pages: int) -> Flushed:
+            flushed = real(device, host, most_pages)
+            slices.append(flushed.dropped_pages)
+            return flushed
+
+        monkeypatch.setattr(server.engine, "flush_cache", counted)
+        flushed = await server.good("POST", "/flush_cache?tier=device")
+        assert await server.lookup() == (0, WHOLE, WHOLE)
+    assert max(slices) == 1 and sum(slices) == flushed["dropped_pages"] >= WHOLE // PAGE_TOKENS
 
 
 async def test_a_flush_completes_the_writes_that_read_from_what_it_drops() -> None:

@@ -16,8 +16,9 @@ from sim.scenarios import in_world
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.sched.messages import SamplingParams, Submit
 from headrace.sched.request import Request, Stage
+from headrace.server.sim.judge import Watched
 from headrace.server.sim.storage import StorageTimes
-from headrace.server.sim.world import Watched, World, WorldShape
+from headrace.server.sim.world import World, WorldShape
 
 PROMPT = list(range(40))
 SHAPE = WorldShape(pages=64, prefill_tokens=8, context_tokens=64)

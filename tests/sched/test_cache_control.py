@@ -17,8 +17,9 @@ from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.ops.wire import I32
 from headrace.sched.cache_control import MAX_PINS, MAX_WAITING, PinRefused
 from headrace.sched.messages import Overloaded
+from headrace.server.sim.judge import Watched
 from headrace.server.sim.virtual_loop import run, running_loop
-from headrace.server.sim.world import Watched, World, WorldShape
+from headrace.server.sim.world import World, WorldShape
 
 PROMPT = list(range(100, 137))
 TOKENS = 36

@@ -12,8 +12,9 @@ import pytest
 
 from headrace.sched.device import EngineFailed
 from headrace.sched.messages import NeverFits, Overloaded, SamplingParams, Submit
+from headrace.server.sim.judge import Watched
 from headrace.server.sim.virtual_loop import run
-from headrace.server.sim.world import Watched, World, WorldShape
+from headrace.server.sim.world import World, WorldShape
 
 PROMPT = list(range(1, 14))
 

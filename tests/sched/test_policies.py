@@ -21,8 +21,9 @@ from headrace.sched.messages import SamplingParams, Submit
 from headrace.sched.policies import OVERTAKING_MS, PATIENCE, SchedulePolicy, dfs_weight_order
 from headrace.sched.queue import DFS_MOST, LOOKS, WaitingQueue
 from headrace.sched.request import Request
+from headrace.server.sim.judge import Watched
 from headrace.server.sim.virtual_loop import run
-from headrace.server.sim.world import Watched, World, WorldShape
+from headrace.server.sim.world import World, WorldShape
 
 POLICIES: tuple[SchedulePolicy, ...] = get_args(SchedulePolicy)
 PAGE_TOKENS = 4

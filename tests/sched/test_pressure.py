@@ -18,7 +18,8 @@ from headrace.sched.budget import CostModel, StepBudget
 from headrace.sched.messages import NeverFits
 from headrace.sched.request import Request
 from headrace.sched.scheduler import BudgetFor
-from headrace.server.sim.world import Watched, World, WorldShape
+from headrace.server.sim.judge import Watched
+from headrace.server.sim.world import World, WorldShape
 
 
 def reason(watched: Watched) -> str:

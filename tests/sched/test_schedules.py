@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -75,24 +76,47 @@ def test_any_schedule_gives_the_ids_of_a_cold_run(
     run(main())
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_a_seeded_torture_run_ends_with_everything_given_back(seed: int) -> None:
     report = torture(seed, 60)
-    assert report.requests + report.refused >= 60
+    assert report.requests + report.happened["refused"] >= 60
 
 
 def test_the_torture_reaches_what_it_is_for() -> None:
-    reports = [torture(seed, 80) for seed in range(300, 316)]
-    assert sum(report.retractions for report in reports) > 10
-    assert sum(report.cached_tokens for report in reports) > 1000
-    assert sum(report.overrun_tokens for report in reports) > 10
-    assert sum(report.device_restarts for report in reports) > 2
-    assert sum(report.pinned for report in reports) > 2
-    assert sum(report.grammar_requests for report in reports) > 100
-    assert sum(report.late_masks for report in reports) > 10
-    assert sum(report.grammar_worker_restarts for report in reports) > 2
-    ends = {reason for report in reports for reason in report.ends}
-    assert ends >= {"length", "stop", "abort", "error"}
+    totals: Counter[str] = Counter()
+    for seed in range(100, 124):
+        totals.update(torture(seed, 80).happened)
+    least = {
+        "retractions": 10,
+        "tokens from the device's cache": 500,
+        "tokens from the host": 100,
+        "tokens from storage": 1,
+        "overrun tokens": 10,
+        "device losses": 1,
+        "pins": 2,
+        "flushes": 5,
+        "damaged pages": 1,
+        "errors of the store": 1,
+        "cancelled: a client's task": 5,
+        "cancelled: engine": 1,
+        "ended: length": 100,
+        "ended: stop": 5,
+        "ended: abort": 20,
+        "ended: timeout": 2,
+        "ended: error": 1,
+        "left while waiting": 5,
+        "left while decode": 5,
+        "stop strings found": 1,
+        "refused": 5,
+        "prompts whose logprobs were asked": 10,
+        "requests with a grammar": 100,
+        "late masks": 5,
+        "grammar worker losses": 1,
+        "seeds without overlap": 1,
+        "seeds without storage": 1,
+    }
+    rare = {name: (totals[name], count) for name, count in least.items() if totals[name] < count}
+    assert not rare, f"(met, wanted): {rare}"
 
 
 def test_a_seed_gives_the_same_trace_in_another_process_with_another_hash_seed() -> None:

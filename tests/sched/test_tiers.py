@@ -15,9 +15,10 @@ import pytest
 
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.prefetch import PrefetchOptions
+from headrace.server.sim.judge import Watched
 from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.virtual_loop import run
-from headrace.server.sim.world import Watched, World, WorldShape
+from headrace.server.sim.world import World, WorldShape
 
 PROMPT = list(range(100, 137))
 PAGES = 9
