@@ -157,6 +157,11 @@ class KvCache:
         self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, on_change)
 
     @property
+    def page_bytes(self) -> int:
+        """Of one page of every group."""
+        return sum(self.layout.page_bytes(group) for group in range(len(self._pools)))
+
+    @property
     def capacity_pages(self) -> int:
         """Pages that one request can have at most."""
         return min(pool.num_pages for pool in self._pools)
@@ -313,10 +318,12 @@ class KvCache:
         return self._prefetcher.waits(prefetch, prefill_ms)
 
     def end_prefetch(self, prefetch: Prefetch, holding: Holding | None) -> int:
-        """The request goes on with this holding, or has ended; pages of its matched prefix that storage brought."""
+        """The request goes on with this holding, or has ended; pages that storage brought, of those it matched on the
+        host."""
         assert self._prefetcher is not None
-        self._prefetcher.release(prefetch)
-        return self._prefetcher.storage_pages(prefetch, holding.matched_pages) if holding is not None else 0
+        used = self._prefetcher.storage_pages(prefetch, holding.matched_pages) if holding is not None else 0
+        self._prefetcher.release(prefetch, used)
+        return min(used, holding.host.shape[1]) if holding is not None else 0
 
     @property
     def writing(self) -> bool:
@@ -342,6 +349,11 @@ class KvCache:
         if self._prefetcher is None or not self._reuse:
             return None
         return self._prefetcher.begin(key, key.length // key.page_tokens, "wait_complete")
+
+    def end_warm(self, warmed: Prefetch) -> None:
+        """Whoever warmed a prefix does not wait any longer."""
+        assert self._prefetcher is not None
+        self._prefetcher.release(warmed, warmed.arrived)
 
     @property
     def pinned_pages(self) -> int:

@@ -37,6 +37,10 @@ PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "
 PrefillMs: TypeAlias = Callable[[int, int], float]
 """(tokens, context they begin at) → ms that computing them would take now."""
 
+Decision: TypeAlias = Literal["", "nothing_found", "complete", "gave_up", "did_not_wait"]
+""""" where storage was not asked. `complete`: all that was found had arrived; `gave_up`: it waited, and went on without
+the rest; `did_not_wait`: it went on with what was there."""
+
 _SMOOTHING: Final = 0.4
 _LEAST_WAIT_MS: Final = 0.1
 """Less is not worth a timer."""
@@ -63,15 +67,15 @@ class PrefetchCounts(msgspec.Struct):
     lookups: int = 0
     found: int = 0
     useful: int = 0
-    """Arrived before their request went on."""
+    """Arrived before their request went on, and were used by it; or were warmed."""
     late: int = 0
     """Arrived after it; still indexed."""
     wasted: int = 0
-    """Read, and not indexed: computed meanwhile, or what came before is gone."""
+    """Read, and not used: computed meanwhile, what came before is gone, or their request ended first."""
     cancelled: int = 0
+    """Found, and not read: nobody waited for them any more."""
     declined: int = 0
     """Found, and not read for lack of host room."""
-    waited_ms: float = 0.0
 
 
 class Prefetch:
@@ -81,7 +85,6 @@ class Prefetch:
         *(
             "arrived",
             "asked_s",
-            "began_wait_s",
             "done",
             "first",
             "found",
@@ -91,7 +94,7 @@ class Prefetch:
             "pieces",
             "policy",
         ),
-        *("reason", "released", "timer", "waited_ms", "waiters", "wanted"),
+        *("reason", "released", "timer", "waited", "waiters", "wanted"),
     )
 
     def __init__(self, key: PrefixKey, policy: PrefetchPolicy, asked_s: float) -> None:
@@ -117,10 +120,19 @@ class Prefetch:
         self.waiters: list[Prefetch] = []
         """Others that wait for the same pages."""
         self.timer: asyncio.TimerHandle | None = None
-        self.began_wait_s = -1.0
-        self.waited_ms = 0.0
+        self.waited = False
+        """Its request's turn had come, and it waited."""
         self.reason = ""
-        """Why its request waited or went on."""
+        """Why its request waited or went on, when it was last asked."""
+
+    @property
+    def decision(self) -> Decision:
+        """What came of it, if its request goes on now."""
+        if self.done and not self.found:
+            return "nothing_found"
+        if self.done:
+            return "complete"
+        return "gave_up" if self.waited else "did_not_wait"
 
 
 class _Piece:
@@ -185,28 +197,23 @@ class Prefetcher:
 
     def waits(self, prefetch: Prefetch, prefill_ms: PrefillMs) -> bool:
         """Whether the request, whose turn it is, should wait for more."""
-        now_s = self._loop.time()
-        wait = not prefetch.done and self._should_wait(prefetch, now_s, prefill_ms)
-        if wait and prefetch.began_wait_s < 0:
-            prefetch.began_wait_s = now_s
-        elif not wait and prefetch.began_wait_s >= 0:
-            prefetch.waited_ms += (now_s - prefetch.began_wait_s) * 1e3
-            prefetch.began_wait_s = -1.0
+        wait = not prefetch.done and self._should_wait(prefetch, self._loop.time(), prefill_ms)
+        prefetch.waited |= wait
         return wait
 
     def storage_pages(self, prefetch: Prefetch, matched_pages: int) -> int:
         """Of a request's matched prefix, the pages that this prefetch brought."""
         return max(0, min(matched_pages, prefetch.first + prefetch.arrived) - prefetch.first)
 
-    def release(self, prefetch: Prefetch) -> None:
-        """The request goes on, or has ended: nothing more is begun for it alone."""
+    def release(self, prefetch: Prefetch, used_pages: int) -> None:
+        """The request goes on with so many of its pages, or has ended: nothing more is begun for it alone."""
         if prefetch.released:
             return
         prefetch.released = True
         if prefetch.timer is not None:
             prefetch.timer.cancel()
-        self.counts.useful += prefetch.arrived
-        self.counts.waited_ms += prefetch.waited_ms
+        self.counts.useful += used_pages
+        self.counts.wasted += prefetch.arrived - used_pages
         if prefetch.leader is not None and prefetch in prefetch.leader.waiters:
             prefetch.leader.waiters.remove(prefetch)
         if not prefetch.done and not any(not waiter.released for waiter in prefetch.waiters):

@@ -204,11 +204,11 @@ class DeviceWorker:
             mask_rows, mask_bits = self._ring.masks(command.ring_slot)
             masks = slice(0, command.masks)
             results = self._ring.results(command.ring_slot)
-            step_ms = self._runner.sample(command.step, mask_rows[masks], mask_bits[masks], results)
+            step_ms, load_ms = self._runner.sample(command.step, mask_rows[masks], mask_bits[masks], results)
         except Exception as problem:
             self._fail(command.step, problem)
         else:
-            self._reply(StepDone(command.step, step_ms))
+            self._reply(StepDone(command.step, step_ms, load_ms))
 
     def _fail(self, step: int, problem: Exception) -> None:
         _log.error("step %d failed; the server must restart this worker", step, exc_info=problem)

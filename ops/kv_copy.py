@@ -15,6 +15,7 @@ end    the mapping ends with the process
 from __future__ import annotations
 
 import mmap
+import time
 
 import torch
 from torch import Tensor
@@ -48,12 +49,16 @@ class PageLoad:
         self._host = host
         self._from = torch.from_numpy(host_pages.copy())
         self._to = torch.from_numpy(device_pages.copy()).long()
+        self.spent_ms = 0.0
+        """What `bring` has taken so far."""
 
     def bring(self, layer: int) -> None:
         """Copy the pages' part of the group's `layer`-th layer. Raises IndexError for a page outside its pool."""
+        began = time.perf_counter()
         source = self._host.layer(layer, self._pool.layer_elements)
         target = self._pool.layer(layer).view(self._pool.num_pages, -1)
         target.index_copy_(0, self._to, source.index_select(0, self._from))
+        self.spent_ms += (time.perf_counter() - began) * 1e3
 
 
 def back_up(pool: KvPool, host: HostPages, device_pages: list[int], host_pages: list[int]) -> None:

@@ -41,6 +41,14 @@ class _Forwarded(NamedTuple):
     positions: I32
     logits: Tensor
     forward_ms: float
+    load_ms: float
+
+
+class StepMs(NamedTuple):
+    """What a step took, in ms; the load is a part of the whole."""
+
+    step_ms: float
+    load_ms: float
 
 
 class StepRunner:
@@ -71,16 +79,17 @@ class StepRunner:
         slots = batch.row_slot[batch.sample_row]
         logits = self._run(batch, loads, results) if batch.counts.tokens else self._only_load(loads)
         forward_ms = (time.perf_counter() - began) * 1e3
-        self._forwarded = _Forwarded(batch.step, slots, batch.sample_position, logits, forward_ms)
+        load_ms = sum(load.spent_ms for load in loads.values())
+        self._forwarded = _Forwarded(batch.step, slots, batch.sample_position, logits, forward_ms, load_ms)
 
-    def sample(self, step: int, mask_rows: I32, mask_bits: U32, results: StepResults) -> float:
-        """Draw the step's ids; → ms that both commands took. Raises BadBatch if `forward` of another step came last."""
+    def sample(self, step: int, mask_rows: I32, mask_bits: U32, results: StepResults) -> StepMs:
+        """Draw the step's ids; → what both commands took. Raises BadBatch if `forward` of another step came last."""
         began = time.perf_counter()
         forwarded, self._forwarded = self._forwarded, None
         if forwarded is None or forwarded.step != step:
             raise BadBatch(f"step {step} is to be sampled, but its forward did not come last")
         self._sampler.sample(forwarded.logits, forwarded.slots, forwarded.positions, mask_rows, mask_bits, results)
-        return forwarded.forward_ms + (time.perf_counter() - began) * 1e3
+        return StepMs(forwarded.forward_ms + (time.perf_counter() - began) * 1e3, forwarded.load_ms)
 
     def back_up(self, command: Backup) -> None:
         """Copy device pages to host pages. Raises IndexError for pages that do not exist, ValueError without a host

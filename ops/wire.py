@@ -197,6 +197,8 @@ class StepDone(msgspec.Struct, tag="done", frozen=True):
 
     step: int
     step_ms: float
+    load_ms: float = 0.0
+    """Of `step_ms`, copying host pages to the device."""
 
 
 class StepFailed(msgspec.Struct, tag="failed", frozen=True):

@@ -60,6 +60,12 @@ class CostModel:
         pairs = tokens * (context_tokens + tokens // 2)
         return self._mixed_factor * (self.token_ms * tokens + self.pair_ms * pairs)
 
+    @property
+    def prefill_formula(self) -> str:
+        """How `prefill_ms` estimates, with its numbers now: pairs are tokens x the context they begin at and half of
+        themselves."""
+        return f"{self._mixed_factor:.2f} x (tokens x {self.token_ms:.4f} ms + pairs x {self.pair_ms * 1e6:.1f} ns)"
+
     def observe(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int, step_ms: float) -> None:
         """A step took `step_ms` on the device."""
         raw_ms = self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)

@@ -143,7 +143,7 @@ class CacheControl:
             try:
                 complete = await self._until(lambda: prefetch.done, limit_s)
             finally:
-                self._cache.end_prefetch(prefetch, None)
+                self._cache.end_warm(prefetch)
         return Warmed(prefetch.arrived * key.page_tokens, complete)
 
     async def delete_stored(self, salt: str | None) -> Deleted:

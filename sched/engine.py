@@ -47,6 +47,7 @@ from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.device import Device, EngineFailed
 from headrace.sched.executors.protocol import Connect
 from headrace.sched.messages import (
+    WAIT_CAUSES,
     EngineStatus,
     Finished,
     FinishReason,
@@ -56,6 +57,7 @@ from headrace.sched.messages import (
     Phase,
     StepDeltas,
     Submit,
+    WaitCause,
 )
 from headrace.sched.request import Request
 from headrace.sched.scheduler import Scheduler
@@ -138,6 +140,7 @@ class Engine:
             start.max_context_tokens,
             options.conservativeness,
             lambda tokens, context: self._costs.prefill_ms(tokens, context),
+            self._loop.time,
         )
         self._requests: dict[int, Request] = {}
         self._orders = 0
@@ -175,6 +178,8 @@ class Engine:
         self._steps = self._prompt_tokens = self._cached_tokens = 0
         self._cached_host_tokens = self._cached_storage_tokens = 0
         self._output_tokens = self._overrun_tokens = self._integrity_alarms = 0
+        self._waited_ms: dict[WaitCause, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
+        self._saved_ms = 0.0
 
     # ------------------------------------------------------------------------------------------------------------
     # What the server calls
@@ -263,7 +268,7 @@ class Engine:
     def status(self) -> EngineStatus:
         """A snapshot; can be asked at any time."""
         cache, device, scheduler = self._cache.stats(), self._device, self._scheduler
-        prefetch, storage = self._cache.prefetch_counts, self._storage
+        prefetch, storage, page_bytes = self._cache.prefetch_counts, self._storage, self._cache.page_bytes
         return EngineStatus(
             phase=device.phase,
             message=device.message,
@@ -289,12 +294,14 @@ class Engine:
             storage_state="none" if storage is None else "usable" if storage.usable else storage.message or "paused",
             storage_restarts=storage.restarts if storage is not None else 0,
             storage_deadlines_missed=storage.deadlines_missed if storage is not None else 0,
-            prefetch_useful_pages=prefetch.useful,
-            prefetch_late_pages=prefetch.late,
-            prefetch_wasted_pages=prefetch.wasted,
-            prefetch_cancelled_pages=prefetch.cancelled,
-            prefetch_declined_pages=prefetch.declined,
-            prefetch_waited_ms=prefetch.waited_ms,
+            prefetch_useful_bytes=prefetch.useful * page_bytes,
+            prefetch_late_bytes=prefetch.late * page_bytes,
+            prefetch_wasted_bytes=prefetch.wasted * page_bytes,
+            prefetch_cancelled_bytes=prefetch.cancelled * page_bytes,
+            prefetch_declined_bytes=prefetch.declined * page_bytes,
+            page_bytes=page_bytes,
+            waited_ms=dict(self._waited_ms),
+            saved_ms=self._saved_ms,
             prefill_budget_tokens=self._budget(1, 0),
             last_step_age_ms=device.silent_s * 1e3 if self._in_flight else 0.0,
             steps=self._steps,
@@ -405,8 +412,12 @@ class Engine:
         self._device.send(Forward(step, ring_slot))
         launched = remember(batch, scheduler.table, step, ring_slot, now_s)
         for request in batch.entered:
-            if request.first_launch_s < 0:
-                request.first_launch_s = now_s
+            request.wait_for("prefill", now_s)
+            if not request.started:
+                request.started = True
+                request.saved_ms = self._costs.prefill_ms(request.cached_tokens, 0)
+                request.saved_by = self._costs.prefill_formula if self._costs.measured else ""
+                self._saved_ms += request.saved_ms
                 self._cached_tokens += request.cached_tokens
                 self._cached_host_tokens += request.cached_host_tokens
                 self._cached_storage_tokens += request.cached_storage_tokens
@@ -448,7 +459,7 @@ class Engine:
         now_s = self._loop.time()
         self._cache.complete_step(done.step)
         results = self._device.ring.results(launched.ring_slot)
-        collected = collect(self._scheduler, launched, results, self._stop_ids, now_s)
+        collected = collect(self._scheduler, launched, results, self._stop_ids, now_s, done.load_ms)
         self._free_ring.append(launched.ring_slot)
         for request in collected.ended:
             self._drop(request)
@@ -458,6 +469,9 @@ class Engine:
         self._steps += 1
         self._overrun_tokens += collected.overruns
         self._output_tokens += len(collected.deltas.ids)
+        for started in collected.deltas.started:
+            for cause, part_ms in started.waited_ms.items():
+                self._waited_ms[cause] += part_ms
         self.sink(collected.deltas)
 
     def _budget(self, decode_rows: int, context_tokens: int) -> int:

@@ -29,7 +29,7 @@ from headrace.kvcache.cache import Holding
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.prefetch import Prefetch
 from headrace.ops.wire import I32
-from headrace.sched.messages import Submit
+from headrace.sched.messages import WAIT_CAUSES, Submit, WaitCause
 
 
 class Stage(IntEnum):
@@ -51,17 +51,9 @@ class Request:
 
     __slots__ = (
         *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadline", "filling_from"),
-        *("filling_to", "first_ids_s", "first_launch_s", "holding", "ids", "key", "order", "prefetch"),
-        *(
-            "prefetch_reason",
-            "prompt_logprobs_from",
-            "retractions",
-            "saved_ms",
-            "slot",
-            "stage",
-            "storage_wait_ms",
-            "submit",
-        ),
+        *("filling_to", "holding", "ids", "key", "order", "prefetch", "prefetch_decision", "prefetch_policy"),
+        *("prefetch_reason", "prompt_logprobs_from", "retractions", "saved_by", "saved_ms", "slot", "stage", "submit"),
+        *("started", "waited_ms", "_waiting_since_s", "waits_for"),
     )
 
     def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
@@ -81,15 +73,29 @@ class Request:
         """Prompt tokens it found in the cache when it first started; those of them that only the host had, and that
         the host had from storage, for this request."""
         self.prefetch: Prefetch | None = None
-        self.storage_wait_ms = 0.0
-        self.prefetch_reason = ""
+        self.prefetch_policy = self.prefetch_decision = self.prefetch_reason = ""
+        """Of its first start; see `Started`."""
         self.saved_ms = 0.0
-        """What computing its cached tokens would have taken."""
-        self.first_launch_s = self.first_ids_s = -1.0
+        self.saved_by = ""
+        """What computing its cached tokens would have taken, and the estimate's formula."""
+        self.started = False
+        """Its first chunk has been launched."""
+        self.waits_for: WaitCause | None = "queue"
+        """What it waits for now; None from its first id on."""
+        self.waited_ms: dict[WaitCause, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
+        """What it waited for before, until its first id."""
+        self._waiting_since_s = arrival_s
         self.prompt_logprobs_from = 1 if submit.sampling.prompt_logprobs >= 0 else len(submit.prompt_ids)
         """Prompt positions from here on still need their logprobs."""
         self.retractions = 0
         self.deadline: object = None
+
+    def wait_for(self, cause: WaitCause | None, now_s: float) -> None:
+        """From now on it waits for something else: the ledger's parts follow each other without a gap, so that they
+        add up. No effect after its first id."""
+        if self.waits_for is not None and cause != self.waits_for:
+            self.waited_ms[self.waits_for] += (now_s - self._waiting_since_s) * 1e3
+            self.waits_for, self._waiting_since_s = cause, now_s
 
     @property
     def prompt_tokens(self) -> int:

@@ -28,6 +28,7 @@ from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
 from headrace.sched.batch import Chunk, ScheduleBatch
 from headrace.sched.budget import OutputForecast
+from headrace.sched.messages import WaitCause
 from headrace.sched.request import Request, SlotTable, Stage
 
 Budget = Callable[[int, int], int]
@@ -48,8 +49,10 @@ class Scheduler:
         max_context_tokens: int,
         conservativeness: float,
         prefill_ms: PrefillMs = lambda tokens, context: 0.0,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`prefill_ms`: what computing so many tokens behind such a context would take now."""
+        """`prefill_ms`: what computing so many tokens behind such a context would take now. `clock`: the time in
+        seconds, for the ledger of what requests wait for."""
         self.cache = cache
         self.table = SlotTable(geometry.max_samples, max_context_tokens)
         self.waiting: list[Request] = []
@@ -62,6 +65,7 @@ class Scheduler:
         self._page_tokens = cache.layout.page_tokens
         self._forecast = OutputForecast(conservativeness)
         self._prefill_ms = prefill_ms
+        self._clock = clock
         self._filling: dict[bytes, int] = {}
 
     @property
@@ -147,6 +151,7 @@ class Scheduler:
             self.prefilling.remove(request)
         request.stage = Stage.RETRACTED
         request.retractions += 1
+        request.wait_for("queue", self._clock())
         self.table.decoding[request.slot] = False
         self.table.published[request.slot] = _NOT_PUBLISHING
         self.retracted.append(request)
@@ -213,7 +218,9 @@ class Scheduler:
         at = 0
         while left > 0 and at < min(len(self.waiting), _MAX_PASSED_OVER) and self.table.free_slots:
             request = self.waiting[at]
-            if self._waits_for_storage(request) or self._is_being_filled(request):
+            cause = self._waits_for(request)
+            request.wait_for(cause, self._clock())
+            if cause != "queue":
                 at += 1
                 continue
             tokens = self._try_admit(batch, request, step, left)
@@ -256,10 +263,9 @@ class Scheduler:
         self.table.enter(request, holding, self._page_tokens)
         request.stage = Stage.PREFILL
         from_storage = self._end_prefetch(request, holding)
-        if request.first_launch_s < 0:
+        if not request.started:
             request.cached_tokens = holding.matched_pages * self._page_tokens
-            request.saved_ms = self._prefill_ms(request.cached_tokens, 0)
-            request.cached_storage_tokens = min(from_storage, holding.host.shape[1]) * self._page_tokens
+            request.cached_storage_tokens = from_storage * self._page_tokens
             request.cached_host_tokens = holding.host.shape[1] * self._page_tokens - request.cached_storage_tokens
         self.prefilling.append(request)
         full = len(request.ids) // self._page_tokens
@@ -290,8 +296,11 @@ class Scheduler:
         )
         return chunk.tokens if batch.add(chunk, self._geometry.max_batch_bytes, enters, pages) else 0
 
-    def _waits_for_storage(self, request: Request) -> bool:
-        return request.prefetch is not None and self.cache.waits(request.prefetch, self._prefill_ms)
+    def _waits_for(self, request: Request) -> WaitCause:
+        """What a request whose turn it is has to wait for; "queue" if for nothing but room."""
+        if request.prefetch is not None and self.cache.waits(request.prefetch, self._prefill_ms):
+            return "storage"
+        return "prefix" if self._is_being_filled(request) else "queue"
 
     def _is_being_filled(self, request: Request) -> bool:
         """Whether the first page that this request would compute is about to be computed for another."""
@@ -322,7 +331,8 @@ class Scheduler:
         if request.prefetch is None:
             return 0
         prefetch, request.prefetch = request.prefetch, None
-        request.storage_wait_ms, request.prefetch_reason = prefetch.waited_ms, prefetch.reason
+        request.prefetch_policy, request.prefetch_decision = prefetch.policy, prefetch.decision
+        request.prefetch_reason = prefetch.reason
         return self.cache.end_prefetch(prefetch, holding)
 
     def _collected(self, request: Request) -> bool:

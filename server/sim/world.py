@@ -163,6 +163,8 @@ class World:
         self.requests: dict[int, Watched] = {}
         self.connection: _SimConnection | None = None
         self.deltas: list[StepDeltas] = []
+        self.submitted_s: dict[int, float] = {}
+        self.first_ids_s: dict[int, float] = {}
         self.deepest = 0
         """Steps launched and not collected, at most."""
         self._check_every_step = check_every_step
@@ -229,6 +231,7 @@ class World:
         assert submit.request == len(self.requests) + 1
         self.engine.submit(submit)
         watched = self.requests[submit.request] = Watched(submit)
+        self.submitted_s[submit.request] = running_loop().time()
         self.trace.record("submit", submit.request, len(submit.prompt_ids), submit.sampling.max_tokens)
         return watched
 
@@ -335,6 +338,7 @@ class World:
             watched = self.requests[started.request]
             assert watched.started is None and not watched.ids
             watched.started = started
+            self.first_ids_s[started.request] = running_loop().time()
         for part in deltas.prompt_logprobs:
             self.requests[part.request].prompt_logprobs.append(part)
         for i, handle in enumerate(deltas.requests.tolist()):

@@ -258,7 +258,7 @@ def test_adaptive_waits_where_that_is_quicker_than_computing_and_only_there() ->
             world.engine.flush_cache()
             watched = await ask(world)
         assert watched.started is not None
-        seen.append((cached(watched)[2], watched.started.queue_ms + watched.started.prefill_ms))
+        seen.append((cached(watched)[2], watched.started.first_token_ms))
 
     seen: list[tuple[int, float]] = []
     play(with_policy(DISK, "adaptive"), scenario)
@@ -288,7 +288,7 @@ def test_b06_a_storage_miss_delays_a_request_by_one_lookup() -> None:
     async def scenario(world: World) -> None:
         watched = await ask(world)
         assert watched.started is not None and watched.started.queue_ms < 2
-        assert watched.started.storage_wait_ms <= watched.started.queue_ms
+        assert watched.started.waited_ms["storage"] <= watched.started.queue_ms
 
     play(DISK, scenario)
 
@@ -427,8 +427,44 @@ def test_the_parts_of_a_start_add_up() -> None:
         started = watched.started
         assert started is not None
         assert started.cached_tokens == sum(cached(watched))
-        assert 0 < started.storage_wait_ms <= started.queue_ms
-        assert started.storage_reason and started.computed_ms_saved == pytest.approx(36 * 0.2, rel=0.5)
+        assert started.first_token_ms == pytest.approx((world.first_ids_s[2] - world.submitted_s[2]) * 1e3)
+        assert started.waited_ms["storage"] > 0 and started.waited_ms["prefill"] > 0
+        assert started.saved_ms == pytest.approx(36 * 0.2, rel=0.5) and "tokens x 0.2000 ms" in started.saved_by
+        told = started.prefetch_policy, started.prefetch_decision, started.prefetch_reason
+        assert told == ("wait_complete", "complete", "everything that was found is awaited")
+        waits = [other.started.waited_ms["storage"] for other in world.requests.values() if other.started is not None]
+        assert world.engine.status().waited_ms["storage"] == pytest.approx(sum(waits))
+
+    play(DISK, scenario)
+
+
+def test_time_in_which_another_computes_the_same_prefix_is_told() -> None:
+    async def scenario(world: World) -> None:
+        first, second = world.submit(PROMPT, 3), world.submit(PROMPT, 3)
+        await asyncio.gather(first.ended.wait(), second.ended.wait())
+        assert first.started is not None and second.started is not None
+        assert first.started.waited_ms["prefix"] == 0
+        assert second.started.waited_ms["prefix"] > 0 and second.started.waited_ms["storage"] == 0
+
+    play(msgspec.structs.replace(HOST, prefill_tokens=5), scenario)
+
+
+def test_prefetched_bytes_are_told_by_what_came_of_them() -> None:
+    async def scenario(world: World) -> None:
+        page_bytes = world.engine.status().page_bytes
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        await ask(world)
+        assert world.engine.status().prefetch_useful_bytes == PAGES * page_bytes
+        world.engine.flush_cache()
+        gone = world.submit(PROMPT, 3)
+        await asyncio.sleep(0.0004)
+        world.engine.abort(gone.submit.request)
+        await asyncio.sleep(1.0)
+        status = world.engine.status()
+        lost = status.prefetch_late_bytes + status.prefetch_wasted_bytes + status.prefetch_cancelled_bytes
+        assert status.prefetch_useful_bytes == PAGES * page_bytes and lost == PAGES * page_bytes
 
     play(DISK, scenario)
 
@@ -444,7 +480,7 @@ def mean_start_ms(policy: Policy | None, storage: StorageTimes) -> float:
             world.engine.flush_cache()
             watched = await ask(world)
             assert watched.started is not None
-            starts.append(watched.started.queue_ms + watched.started.prefill_ms)
+            starts.append(watched.started.first_token_ms)
             await asyncio.sleep(0.5)
 
     shape = msgspec.structs.replace(with_policy(DISK, policy or "adaptive"), storage=storage)
