@@ -29,6 +29,7 @@ from headrace.kvcache.host import HostTier
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.pool import Fence, Owner
 from headrace.kvcache.radix import RadixIndex
+from headrace.kvcache.radix_nodes import Kept
 from headrace.kvcache.storage.client import PageSpan, StorageClient
 from headrace.kvcache.storage.protocol import ReadDone
 from headrace.ops.wire import I32
@@ -58,7 +59,7 @@ class PrefetchOptions(msgspec.Struct, frozen=True):
     timeout_per_ki_token_ms: float = 250.0
     piece_bytes: int = 4 << 20
     host_share: float = 0.5
-    """Of the host pool, for reads under way."""
+    """Of the host pool, for reads under way; and as much again for what has come and waits for its request's turn."""
 
 
 class PrefetchCounts(msgspec.Struct):
@@ -89,6 +90,7 @@ class Prefetch:
             "first",
             "found",
             "hashes",
+            "kept",
             "key",
             "leader",
             "pieces",
@@ -119,6 +121,8 @@ class Prefetch:
         self.leader: Prefetch | None = None
         self.waiters: list[Prefetch] = []
         """Others that wait for the same pages."""
+        self.kept: Kept | None = None
+        """The part of its prefix that is evicted last while it waits: it grows with every piece."""
         self.timer: asyncio.TimerHandle | None = None
         self.waited = False
         """Its request's turn had come, and it waited."""
@@ -173,9 +177,14 @@ class Prefetcher:
         self._loop = asyncio.get_running_loop()
         self._reading: dict[bytes, Prefetch] = {}
         self._held_pages = 0
+        self._kept_pages = 0
         self._lookup_ms = 1.0
         self._page_ms = page_bytes / 1e6
         """Running estimates; until something was measured, 1 GB/s."""
+
+    @property
+    def _share_pages(self) -> int:
+        return int(self._host.pool.num_pages // self._groups * self._options.host_share)
 
     @property
     def transferring(self) -> list[I32]:
@@ -214,6 +223,7 @@ class Prefetcher:
             prefetch.timer.cancel()
         self.counts.useful += used_pages
         self.counts.wasted += prefetch.arrived - used_pages
+        self._unkeep(prefetch)
         if prefetch.leader is not None and prefetch in prefetch.leader.waiters:
             prefetch.leader.waiters.remove(prefetch)
         if not prefetch.done and not any(not waiter.released for waiter in prefetch.waiters):
@@ -305,8 +315,7 @@ class Prefetcher:
             probed = 0 if self._held_pages else min(pages, self._piece_pages)
             self.counts.cancelled += pages - probed
             pages = probed
-        share = int(self._host.pool.num_pages // self._groups * self._options.host_share) - self._held_pages
-        room = min(share, pages, self._host.room_pages)
+        room = min(self._share_pages - self._held_pages, pages, self._host.room_pages)
         host = self._host.take(max(room, 0))
         if host is None:
             host = self._host.take(0)
@@ -359,6 +368,8 @@ class Prefetcher:
             self.counts.wasted += piece.good - int(taken.sum())
             if prefetch.released:
                 self.counts.late += int(taken.sum())
+            else:
+                self._keep(prefetch)
         if not prefetch.pieces and prefetch.found >= 0:
             self._end(prefetch)
 
@@ -372,6 +383,24 @@ class Prefetcher:
             waiter.leader = None
             if waiter.released or not self._ask(waiter, waiter.wanted):
                 waiter.done = True
+            if not waiter.released:
+                self._keep(waiter)
+
+    def _keep(self, prefetch: Prefetch) -> None:
+        """What has come for a waiting request should be there when its turn comes: it is evicted after all that nobody
+        waits for. That is bounded (`host_share`), so that a waiting crowd does not push out what others use."""
+        self._unkeep(prefetch)
+        kept = self._index.keep(prefetch.key.namespace, prefetch.key.raw(0, prefetch.wanted), prefetch.first)
+        prefetch.kept = kept
+        self._kept_pages += kept.num_pages
+        if self._kept_pages > self._share_pages:
+            self._unkeep(prefetch)
+
+    def _unkeep(self, prefetch: Prefetch) -> None:
+        kept, prefetch.kept = prefetch.kept, None
+        if kept is not None:
+            self._kept_pages -= kept.num_pages
+            self._index.unkeep(kept)
 
 
 def group_keys(hashes: list[bytes], group: int) -> bytes:

@@ -31,9 +31,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.radix_copies import begin_copies, give_up_copies, places_of
 from headrace.kvcache.radix_nodes import (
     Change,
     Dropped,
+    Kept,
     Lease,
     Lru,
     Match,
@@ -116,6 +118,31 @@ class RadixIndex:
         """A second lease on the same path, for a copy that may outlive the first; no use of its pages."""
         self._hold_path(lease.node)
         return Lease(lease.node, lease.num_pages)
+
+    def keep(self, namespace: bytes, raw: bytes, first: int) -> Kept:
+        """Evict the longest stored prefix of `raw` after all that nobody keeps, until `unkeep`; pages from `first` on
+        count. No lease: where nothing else is left it goes all the same, and nobody waits for whoever keeps it."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return Kept(None, 0)
+        node, pages, child, common = self._walk(root, raw)
+        if child is not None and common:
+            node = self._split(child, common)
+            pages += common
+        for step in path_to(node):
+            step.kept += 1
+            self._offer(step)
+        return Kept(node, max(0, pages - first))
+
+    def unkeep(self, kept: Kept) -> None:
+        """Its pages go when their turn comes, again."""
+        node, kept.node = kept.node, None
+        while node is not None:
+            above = node.went_to or node.parent
+            if node.went_to is None:
+                node.kept -= 1
+                self._offer(node)
+            node = above
 
     def path_of(self, lease: Lease) -> tuple[bytes, bytes]:
         """`(namespace, token ids as bytes)` of a lease's path."""
@@ -236,43 +263,21 @@ class RadixIndex:
         Only pages filled by completed steps, and of nodes with `min_hits`. Returns their spans and numbers, int32
         [groups, k], in the order of the path.
         """
-        spans: list[Span] = []
-        pages: list[I32] = [self._none]
-        depth = 0
-        for node in path_to(lease.node):
-            early = node.filled_by > completed_step
-            end = int(early.argmax()) if early.any() else len(early)
-            count = min(end - node.pending, most)
-            if count > 0 and node.hits >= min_hits:
-                spans.append(Span(depth + node.pending, depth + node.pending + count))
-                pages.append(node.device[:, node.pending : node.pending + count])
-                node.pending += count
-                most -= count
-                if node.parent is not None and node.pending == count:
-                    node.parent.host_children += 1
-            depth += node.length
-        return spans, np.concatenate(pages, axis=1)
+        spans, pages = begin_copies(path_to(lease.node), completed_step, most, min_hits)
+        return spans, np.concatenate([self._none, *pages], axis=1)
 
     def end_backup(self, lease: Lease, spans: list[Span], pages: I32 | None) -> None:
         """The host has the pages of these spans in `pages` (int32 [groups, k]), or the copy was given up (None)."""
-        at, depth, queue = 0, 0, list(spans)
-        for node in path_to(lease.node):
-            while queue and queue[0].start < depth + node.length:
-                span = queue[0]
-                count = min(span.end, depth + node.length) - span.start
-                assert pages is None or span.start == depth + node.host.shape[1], "copies end in the order they began"
-                if pages is not None:
-                    node.host = np.concatenate((node.host, pages[:, at : at + count]), axis=1)
-                    self.host_pages += count
-                    self._tell(_HOST_STORED, node, node.host.shape[1] - count, node.host.shape[1])
-                else:
-                    self._give_up(node, count)
-                at += count
-                queue[0] = Span(span.start + count, span.end)
-                if queue[0].start == span.end:
-                    queue.pop(0)
-            depth += node.length
-        assert not queue
+        at = 0
+        for node, start, count in places_of(path_to(lease.node), spans):
+            assert pages is None or start == node.host.shape[1], "copies end in the order they began"
+            if pages is not None:
+                node.host = np.concatenate((node.host, pages[:, at : at + count]), axis=1)
+                self.host_pages += count
+                self._tell(_HOST_STORED, node, start, start + count)
+            else:
+                give_up_copies(node, count)
+            at += count
 
     # ------------------------------------------------------------------------------------------------------------
     # Evictions
@@ -464,6 +469,7 @@ class RadixIndex:
         head.filled_by = node.filled_by[:at].copy()
         head.pending = min(node.pending, at)
         head.leases, head.used, head.hits, head.last_step = node.leases, node.used, node.hits, node.last_step
+        head.kept = node.kept
         parent.children[head.key[: self._page_bytes]] = head
         node.parent = head
         node.key, node.length = node.key[cut:], node.length - at
@@ -548,12 +554,6 @@ class RadixIndex:
         if gone and not keep and node.parent is not None:
             node.parent.host_children -= 1
 
-    def _give_up(self, node: Node, count: int) -> None:
-        """The copies to the host of the last `count` pending pages of a node will not come."""
-        node.pending -= count
-        if not node.pending and node.parent is not None:
-            node.parent.host_children -= 1
-
     def _prune(self, node: Node) -> list[Dropped]:
         """Drop everything below a node, all of it on the host: what it continues is about to go."""
         dropped: list[Dropped] = []
@@ -567,7 +567,7 @@ class RadixIndex:
             self.host_pages -= below.host.shape[1]
             self.evictable_host_pages -= below.host.shape[1]
             self.num_nodes -= 1
-            below.parent = None
+            below.parent, below.went_to = None, node
             below.device, below.host = self._none, self._none
         node.children.clear()
         node.host_children = 0
@@ -584,7 +584,7 @@ class RadixIndex:
             node.key, node.length = node.key[: length * self._page_bytes], length
             if not length:
                 del parent.children[first]
-                node.parent = None
+                node.parent, node.went_to = None, parent
                 self.num_nodes -= 1
         if node.parent is not None:
             self._offer(node)

@@ -393,3 +393,43 @@ def test_the_common_prefix_inside_a_node_is_counted_in_whole_pages(tokens: list[
     if at < len(other):
         other[at] = 7
     assert index.peek(ROOT, raw(*other))[1] == min(at // PAGE, pages)
+
+
+def on_host(index: RadixIndex, tokens: bytes, first: int) -> None:
+    """Host pages numbered from `first` on for all of these tokens."""
+    count = len(tokens) // (PAGE * 4)
+    assert index.insert_host(ROOT, tokens, 0, numbers(first, count)).all()
+
+
+def test_what_somebody_keeps_is_evicted_last_and_yet_holds_nobody_up() -> None:
+    index = RadixIndex(PAGE, 1)
+    on_host(index, raw(1, 1, 2, 2), 10)
+    kept = index.keep(ROOT, raw(1, 1, 2, 2), 0)
+    on_host(index, raw(5, 5), 20)
+    on_host(index, raw(6, 6), 21)
+    assert (kept.num_pages, index.evictable_host_pages) == (2, 4)
+    assert host(index.evict_host(2)) == [20, 21]
+    assert host(index.evict_host(2)) == [10, 11]
+    index.unkeep(kept)
+    index.check([])
+
+
+def test_what_is_not_kept_any_longer_goes_in_the_order_of_its_use() -> None:
+    index = RadixIndex(PAGE, 1)
+    on_host(index, raw(1, 1), 10)
+    kept = index.keep(ROOT, raw(1, 1), 0)
+    on_host(index, raw(5, 5), 20)
+    index.unkeep(kept)
+    assert host(index.evict_host(1)) == [10]
+
+
+def test_who_keeps_a_prefix_lets_go_of_what_is_left_after_its_end_was_evicted() -> None:
+    index = RadixIndex(PAGE, 1)
+    on_host(index, raw(1, 1, 2, 2, 3, 3), 10)
+    kept, other = index.keep(ROOT, raw(1, 1, 2, 2, 3, 3), 0), index.keep(ROOT, raw(1, 1), 0)
+    assert host(index.evict_host(2)) == [11, 12]
+    index.unkeep(kept)
+    assert [node.kept for node in index.nodes() if node.length] == [1]
+    index.unkeep(other)
+    assert [node.kept for node in index.nodes()] == [0, 0]
+    index.check([])

@@ -15,6 +15,7 @@ import pytest
 
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.prefetch import PrefetchOptions
+from headrace.sched.messages import SamplingParams, Submit
 from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.virtual_loop import run
 from headrace.server.sim.world import Watched, World, WorldShape
@@ -268,6 +269,23 @@ def test_adaptive_waits_where_that_is_quicker_than_computing_and_only_there() ->
     (quick_tokens, quick_ms), (slow_tokens, slow_ms) = seen
     assert quick_tokens == PAGES * 4 and quick_ms < cold_ms
     assert slow_tokens == 0 and slow_ms < 2.5 * cold_ms
+
+
+def test_what_was_prefetched_for_a_waiting_request_stays_until_its_turn() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        before = world.engine.status().copied_pages
+        others = [world.submit([i * 7 + 1] * 29, 8) for i in range(6)]
+        sampling = SamplingParams(max_tokens=3)
+        last = world.submit_message(Submit(len(world.requests) + 1, np.array(PROMPT, np.int32), sampling, priority=-1))
+        await asyncio.gather(*(other.ended.wait() for other in others))
+        assert world.engine.status().copied_pages - before > 24, "the host has been filled with others meanwhile"
+        await last.ended.wait()
+        assert cached(last) == (0, 0, PAGES * 4)
+
+    play(msgspec.structs.replace(DISK, slots=1, host_pages=24), scenario)
 
 
 def test_b04_a_prefetch_takes_effect_wherever_its_request_stands_in_the_queue() -> None:
