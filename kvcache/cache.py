@@ -120,11 +120,10 @@ class KvCache:
         reuse: bool = True,
         host_pages: int = 0,
         write_policy: WritePolicy = "write_through",
-        copy_pages: int = 16,
         page_hash: PageHash = "xxh3",
     ) -> None:
-        """`num_pages` per group on the device; `host_pages` in all, 0 for none; `copy_pages` bounds one copy. Without
-        `reuse` nothing is ever matched (`--disable-radix-cache`)."""
+        """`num_pages` per group on the device; `host_pages` in all, 0 for none. Without `reuse` nothing is ever matched
+        (`--disable-radix-cache`)."""
         groups = len(layout.groups)
         assert len(num_pages) == groups
         self.layout = layout
@@ -132,7 +131,9 @@ class KvCache:
         self._page_hash: PageHash = page_hash
         self._pools = [PagePool(count) for count in num_pages]
         self._index = RadixIndex(layout.page_tokens, groups)
-        self._host = HostTier(self._index, groups, host_pages, write_policy, copy_pages) if host_pages else None
+        self._host = HostTier(self._index, groups, host_pages, write_policy) if host_pages else None
+        self.copy_pages = 16
+        """Pages of one copy to the host, at most."""
         self._holdings: dict[int, Holding] = {}
         self._handles = 0
         self._storage: StorageClient | None = None
@@ -264,7 +265,9 @@ class KvCache:
 
     def next_copy(self) -> Copy | None:
         """The next copy to the host, to be ordered behind all that the device has been sent."""
-        return None if self._host is None else self._host.next_copy(self._pools[0].completed_step)
+        if self._host is None:
+            return None
+        return self._host.next_copy(self._pools[0].completed_step, self.copy_pages)
 
     def copied(self, transfer: int) -> None:
         """The host has the pages of a copy; storage gets them next."""

@@ -96,8 +96,8 @@ class DeviceWorker:
                     self._sample(command)
                 case Backup():
                     self._expect(command, "ready", "failed")
-                    self._runner.back_up(command)
-                    self._reply(BackupDone(command.transfer))
+                    copy_ms = self._runner.back_up(command)
+                    self._reply(BackupDone(command.transfer, copy_ms))
                 case Stop():
                     self.finished = True
 

@@ -91,12 +91,14 @@ class StepRunner:
         self._sampler.sample(forwarded.logits, forwarded.slots, forwarded.positions, mask_rows, mask_bits, results)
         return StepMs(forwarded.forward_ms + (time.perf_counter() - began) * 1e3, forwarded.load_ms)
 
-    def back_up(self, command: Backup) -> None:
-        """Copy device pages to host pages. Raises IndexError for pages that do not exist, ValueError without a host
-        pool."""
+    def back_up(self, command: Backup) -> float:
+        """Copy device pages to host pages; → ms that it took. Raises IndexError for pages that do not exist, ValueError
+        without a host pool."""
         if self._host is None:
             raise ValueError("a backup was asked for, but this worker has no host pool")
+        began = time.perf_counter()
         back_up(self._pools[command.group], self._host, command.device_pages, command.host_pages)
+        return (time.perf_counter() - began) * 1e3
 
     def _run(self, batch: ForwardBatch, loads: dict[int, PageLoad], results: StepResults) -> Tensor:
         """The model pass; → logits of the samples."""

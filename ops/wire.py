@@ -213,6 +213,8 @@ class BackupDone(msgspec.Struct, tag="backed_up", frozen=True):
     """The host pages of the transfer hold the bytes."""
 
     transfer: int
+    copy_ms: float = 0.0
+    """What the copy took, in which no step ran; 0 where it delays none."""
 
 
 Reply: TypeAlias = Progress | Loaded | Ready | Refused | StepDone | StepFailed | BackupDone

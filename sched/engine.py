@@ -26,6 +26,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -39,9 +40,9 @@ from headrace.kvcache.layout import KvLayout
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageLimits, StorageRefused
 from headrace.kvcache.storage.protocol import OpenStore
-from headrace.ops.wire import Backup, Forward, MakePools, Ready, Sample, Start, StepDone
+from headrace.ops.wire import Backup, BackupDone, Forward, MakePools, Ready, Sample, Start, StepDone
 from headrace.sched.batch import encode
-from headrace.sched.budget import CostModel, LaunchClock
+from headrace.sched.budget import CopyPace, CostModel, LaunchClock
 from headrace.sched.cache_control import CacheControl
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.device import Device, EngineFailed
@@ -65,8 +66,6 @@ from headrace.sched.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 WATCH_PERIOD_S: Final = 1.0
-MAX_COPY_BYTES: Final = 8 << 20
-"""Of one copy to the host, between two steps: 2 ms at 4 GB/s."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True):
@@ -124,16 +123,17 @@ class Engine:
         self._options = options
         self._connect = connect
         self._loop = asyncio.get_running_loop()
-        start, groups = options.start, len(options.layout.groups)
+        start = options.start
         self._cache = KvCache(
             options.layout,
             options.num_pages,
             options.reuse,
             options.host_pages,
             options.write_policy,
-            max(1, MAX_COPY_BYTES // max(options.layout.page_bytes(group) for group in range(groups))),
             options.page_hash,
         )
+        self._copy_pace = CopyPace(self._cache.page_bytes)
+        self._cache.copy_pages = self._copy_pace.pages
         self._scheduler = Scheduler(
             self._cache,
             start.ring,
@@ -155,8 +155,8 @@ class Engine:
         self._clock = LaunchClock()
         self._in_flight: deque[LaunchedStep] = deque()
         self._free_ring: list[int] = []
-        self._copies: dict[int, int] = {}
-        """Copies under way, by transfer: groups that are not done."""
+        self._copies: dict[int, _UnderWay] = {}
+        """Copies under way, by transfer."""
         self._next_step = 0
         # The stages.
         self._wake = asyncio.Event()
@@ -438,17 +438,21 @@ class Engine:
         copy = self._cache.next_copy()
         if copy is None:
             return False
-        self._copies[copy.transfer] = len(copy.device)
+        self._copies[copy.transfer] = _UnderWay(len(copy.device), copy.device.shape[1])
         for group, (device, host) in enumerate(zip(copy.device, copy.host)):
             self._device.send(Backup(copy.transfer, group, device.tolist(), host.tolist()))
         return True
 
-    def _copied(self, transfer: int) -> None:
+    def _copied(self, done: BackupDone) -> None:
         """A group's part of a copy has been made."""
-        self._copies[transfer] -= 1
-        if not self._copies[transfer]:
-            del self._copies[transfer]
-            self._cache.copied(transfer)
+        copy = self._copies[done.transfer]
+        copy.groups_left -= 1
+        copy.copy_ms += done.copy_ms
+        if not copy.groups_left:
+            del self._copies[done.transfer]
+            self._copy_pace.observe(copy.pages, copy.copy_ms)
+            self._cache.copy_pages = self._copy_pace.pages
+            self._cache.copied(done.transfer)
         if not self._in_flight:
             self._pump()
         self.control.changed()
@@ -550,6 +554,15 @@ class Engine:
             self._integrity_alarms += 1
             last, stats = self._next_step - 1, self._cache.stats()
             log.critical("integrity check failed after step %d: %s; %s", last, violation, stats)
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A copy to the host that the device has."""
+
+    groups_left: int
+    pages: int
+    copy_ms: float = 0.0
 
 
 def _first(group: BaseExceptionGroup[Exception]) -> Exception:
