@@ -10,12 +10,13 @@ end    `close` with the last launched step: leased pages stay in the index, priv
 
 The pages of one request, while it runs::
 
-    | leased: in the index, shared      | private: its own, maybe a duplicate | grown: not yet published |
+    | leased: in the index, shared      | published by it: in the index too | grown: private, not yet published |
     | on the device | loaded from host  |
-    0               device_pages     matched_pages / lease.num_pages                      holding.count
+    0               device_pages     matched_pages              lease.num_pages               holding.count
 
-`publish` moves full pages of committed tokens to the left of the line. A page that another request published first
-stays private to this one, and so does what follows it: used by this request alone, it goes when it goes.
+`publish` moves full pages of committed tokens to the left of the line. A page that another request published first is
+a duplicate: `repoint` gives it back and lets this request read the index's, so that none is held twice, and so that
+what follows it can be published too.
 """
 
 from __future__ import annotations
@@ -52,10 +53,21 @@ PINNED_SHARE: Final = 0.5
 """Of the smaller of device and host pool, that pins may hold."""
 
 
+class Repointed(NamedTuple):
+    """Places in a request's page table and the pages that they show from now on."""
+
+    indices: I32
+    """int32 [n]"""
+    pages: I32
+    """int32 [groups, n]"""
+
+
 class Holding:
     """What one request holds: a leased prefix and pages of its own. `pages`: int32 [groups, capacity]."""
 
-    __slots__ = ("count", "device_pages", "handle", "host", "lease", "matched_pages", "pages", "private")
+    __slots__ = (
+        *("count", "device_pages", "duplicates", "handle", "host", "lease", "matched_pages", "pages", "private"),
+    )
 
     def __init__(self, handle: int, lease: Lease, device: I32, host: I32, capacity: int) -> None:
         groups, count = device.shape
@@ -72,6 +84,8 @@ class Holding:
         self.pages[:, :count] = device
         self.private: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
         """[capacity] which of the first `count` pages the request owns."""
+        self.duplicates: list[Repointed] = []
+        """Leased pages of the index that it has a copy of, which it still reads."""
 
 
 class CacheStats(msgspec.Struct, frozen=True):
@@ -233,12 +247,27 @@ class KvCache:
         if not self._reuse or end <= start:
             return
         assert filled_tokens <= key.length and end <= holding.count
-        taken = self._index.extend(holding.lease, key.raw(start, end), holding.pages[:, start:end], step)
+        taken, indexed = self._index.extend(holding.lease, key.raw(start, end), holding.pages[:, start:end], step)
         for group, pool in enumerate(self._pools):
             pool.hand_over(holding.pages[group, start:end][taken], Owner.REQUEST, Owner.INDEX)
         holding.private[start:end] = ~taken
+        if not taken.all():
+            again = np.flatnonzero(~taken)
+            holding.duplicates.append(Repointed((start + again).astype(np.int32), indexed[:, again]))
         if self._host is not None and taken.any():
             self._host.published(holding.handle, holding.lease, step)
+
+    def repoint(self, holding: Holding, fence: Fence) -> Repointed:
+        """Give the request's duplicates back behind `fence`, its last launched step; from the next one on it reads the
+        index's pages instead, which an earlier step has filled."""
+        duplicates, holding.duplicates = holding.duplicates, []
+        indices = np.concatenate([some.indices for some in duplicates])
+        pages = np.concatenate([some.pages for some in duplicates], axis=1)
+        for group, pool in enumerate(self._pools):
+            pool.give_back(holding.pages[group, indices], Owner.REQUEST, fence)
+        holding.pages[:, indices] = pages
+        holding.private[indices] = False
+        return Repointed(indices, pages)
 
     def close(self, holding: Holding, fence: Fence) -> None:
         """The request lets go of everything; nothing of it is reused before the fence is complete."""

@@ -158,25 +158,29 @@ class RadixIndex:
             node = node.parent
         return pages
 
-    def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> NDArray[np.bool_]:
+    def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> tuple[NDArray[np.bool_], I32]:
         """Store device pages (int32 [groups, n]) that follow the lease's end, filled by `step`; the lease moves behind
         them. All of the lease's own path must be on the device.
 
-        Returns bool [n]: which pages the index took. Where it has device pages for these tokens already it takes none
-        and the lease stops: to hold pages that its owner does not read would pin each of them twice.
+        Returns bool [n]: which pages the index took; and int32 [groups, n]: the index's pages for these tokens. Where
+        it had device pages for them already it takes none, and its own are others.
         """
         count = pages.shape[1]
         assert len(raw) == count * self._page_bytes
         taken = np.zeros(count, np.bool_)
-        node, at = lease.node, 0
+        node, at, indexed = lease.node, 0, pages.copy()
         while at < count:
             start = at * self._page_bytes
             child = node.children.get(raw[start : start + self._page_bytes])
             if child is None:
                 taken[at:] = True
                 node, at = self._append(node, raw[start:], pages[:, at:], step), count
-            elif child.device.shape[1]:
-                break
+            elif have := child.device.shape[1]:
+                common = min(self._common(child.key, raw, start), have)
+                node = child if common == child.length else self._split(child, common)
+                self._hold(node)
+                indexed[:, at : at + common] = node.device
+                at += common
             else:
                 # Only the host had them: these bytes are the same, and nobody need load them any more.
                 common = self._common(child.key, raw, start)
@@ -186,8 +190,8 @@ class RadixIndex:
                 self._set_device(node, pages[:, at : at + common], step)
                 at += common
         lease.node = node
-        lease.num_pages += at
-        return taken
+        lease.num_pages += count
+        return taken, indexed
 
     def load(self, lease: Lease, pages: I32, step: int) -> None:
         """The pages of the lease's path that only the host has are brought to these device pages by `step`."""

@@ -26,7 +26,7 @@ from headrace.kvcache.cache import Holding, KvCache
 from headrace.kvcache.pool import Fence
 from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
-from headrace.sched.batch import Chunk, ScheduleBatch
+from headrace.sched.batch import Chunk, Moved, ScheduleBatch
 from headrace.sched.budget import OutputForecast
 from headrace.sched.messages import WaitCause
 from headrace.sched.request import Request, SlotTable, Stage
@@ -67,6 +67,9 @@ class Scheduler:
         self._prefill_ms = prefill_ms
         self._clock = clock
         self._filling: dict[bytes, int] = {}
+        self._with_duplicates: list[Request] = []
+        self._moved: list[Moved] = []
+        """Edits of page tables that no launched batch has carried yet."""
 
     @property
     def running(self) -> int:
@@ -105,6 +108,7 @@ class Scheduler:
             self.retracted.remove(request)
             self.table.leave(request)
             self.enqueue(request)
+        self._repoint()
         stuck: list[Request] = []
         batch = self._decode(stuck)
         context = int(self.table.computed[self.prefilling[0].slot]) if self.prefilling else 0
@@ -118,6 +122,7 @@ class Scheduler:
     def launched(self, batch: ScheduleBatch, step: int) -> None:
         """The batch has been sent as `step`: its pages are matchable for what is launched after it."""
         table, decode = self.table, batch.decode
+        self._moved = []
         table.computed[decode] += 1
         table.extent[decode] += 1
         table.last_step[decode] = step
@@ -140,6 +145,8 @@ class Scheduler:
         assert holding is not None and filled_tokens <= self.table.computed[slot]
         request.key.length = int(self.table.known[slot])
         self.cache.publish(holding, request.key, filled_tokens, int(self.table.last_step[slot]))
+        if holding.duplicates:
+            self._with_duplicates.append(request)
         self.table.published[slot] = filled_tokens // self._page_tokens
         self._forget_filling(request, filled_tokens // self._page_tokens)
 
@@ -211,7 +218,23 @@ class Scheduler:
             assert request is not None and request.holding is not None
             self.cache.append(request.holding, pages[:, i : i + 1])
         table.held[full] += self._page_tokens
-        return ScheduleBatch(ready, full, pages)
+        return ScheduleBatch(ready, full, pages, self._moved)
+
+    def _repoint(self) -> None:
+        """Let requests read the index's pages instead of those that they have computed a second time, from the next
+        batch on. First of all in a step: what they give back may be what another needs."""
+        for request in self._with_duplicates:
+            holding, slot = request.holding, request.slot
+            if holding is not None and holding.duplicates:
+                places = self.cache.repoint(holding, Fence(int(self.table.last_step[slot])))
+                self._moved.append(Moved(slot, holding, places))
+        self._with_duplicates = []
+        requests = self.table.requests
+        self._moved = [
+            moved
+            for moved in self._moved
+            if (owner := requests[moved.slot]) is not None and owner.holding is moved.holding
+        ]
 
     def _admit(self, batch: ScheduleBatch, step: int, left: int) -> None:
         """Give slots and pages to waiting requests, in rank order, until something runs out."""

@@ -71,6 +71,46 @@ async def push_out(world: World) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# Pages computed twice
+
+
+def test_what_follows_a_page_computed_twice_can_be_reused() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world, PROMPT[:36], 1)
+        # All whole pages of a prompt but the last: whose last token's logits are wanted.
+        second = await ask(world, PROMPT[:36], 13)
+        assert second.started is not None and second.started.cached_tokens == 32
+        third = await ask(world, [*PROMPT[:36], *second.ids], 2)
+        assert third.started is not None and third.started.cached_tokens == 48
+
+    play(HOST, scenario)
+
+
+@pytest.mark.parametrize("host_pages", [0, 64])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_answer_that_fills_the_pool_can_be_asked_for_again(host_pages: int, overlap: bool) -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(3):
+            watched = await ask(world, PROMPT[:20], 44)
+            assert watched.finished is not None and watched.finished.reason == "length"
+
+    play(msgspec.structs.replace(HOST, pages=16, host_pages=host_pages, overlap=overlap), scenario)
+
+
+def test_two_that_compute_the_same_hold_it_once() -> None:
+    async def scenario(world: World) -> None:
+        # Prompt logprobs are wanted: both compute all of it.
+        twins = [world.submit(PROMPT, 12, prompt_logprobs=0) for _ in range(2)]
+        await world.until(lambda: all(len(twin.ids) >= 8 for twin in twins))
+        status = world.engine.status()
+        held = status.pages_total - status.pages_free - status.pages_cached
+        assert held <= (37 + 12) // 4 + 2 * 2, "but for the last pages, which are not full"
+        await asyncio.gather(*(twin.ended.wait() for twin in twins))
+
+    play(msgspec.structs.replace(HOST, pages=40), scenario)
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # The host tier
 
 
