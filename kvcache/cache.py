@@ -276,6 +276,7 @@ class KvCache:
         for group, pool in enumerate(self._pools):
             pool.give_back(holding.pages[group, : holding.count][own], Owner.REQUEST, fence)
         self._index.release(holding.lease, fence.after_step)
+        self._room_came()
 
     def complete_step(self, step: int) -> None:
         """The device has completed `step`."""
@@ -283,6 +284,7 @@ class KvCache:
             pool.complete_step(step)
         if self._host is not None:
             self._host.pool.complete_step(step)
+        self._room_came()
 
     # ------------------------------------------------------------------------------------------------------------
     # The host tier
@@ -324,6 +326,7 @@ class KvCache:
             if not self._writing[write]:
                 del self._writing[write]
                 host_tier.end_write(pages, write)
+                self._room_came()
                 self._on_change()
 
         at = 0
@@ -356,6 +359,11 @@ class KvCache:
         used = self._prefetcher.storage_pages(prefetch, holding.matched_pages) if holding is not None else 0
         self._prefetcher.release(prefetch, used)
         return min(used, holding.host.shape[1]) if holding is not None else 0
+
+    def _room_came(self) -> None:
+        """Host pages are free, or nobody holds them any more."""
+        if self._prefetcher is not None:
+            self._prefetcher.room_came()
 
     @property
     def writing(self) -> bool:

@@ -19,6 +19,7 @@ so whenever the request stops waiting, what has arrived is a contiguous part. Ho
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
@@ -38,9 +39,9 @@ PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "
 PrefillMs: TypeAlias = Callable[[int, int], float]
 """(tokens, context they begin at) → ms that computing them would take now."""
 
-Decision: TypeAlias = Literal["", "nothing_found", "complete", "gave_up", "did_not_wait"]
-""""" where storage was not asked. `complete`: all that was found had arrived; `gave_up`: it waited, and went on without
-the rest; `did_not_wait`: it went on with what was there."""
+Decision: TypeAlias = Literal["", "nothing_found", "complete", "no_room", "gave_up", "did_not_wait"]
+""""" where storage was not asked. `complete`: all that was found had arrived; `no_room`: but for what the host had no
+room for; `gave_up`: it waited, and went on without the rest; `did_not_wait`: it went on with what was there."""
 
 _SMOOTHING: Final = 0.4
 _LEAST_WAIT_MS: Final = 0.1
@@ -60,6 +61,9 @@ class PrefetchOptions(msgspec.Struct, frozen=True):
     piece_bytes: int = 4 << 20
     host_share: float = 0.5
     """Of the host pool, for reads under way; and as much again for what has come and waits for its request's turn."""
+    room_timeout_ms: float = 500.0
+    """After its submission, what a request's pages wait for host room: what others held comes back with their next
+    steps and writes."""
 
 
 class PrefetchCounts(msgspec.Struct):
@@ -76,7 +80,7 @@ class PrefetchCounts(msgspec.Struct):
     cancelled: int = 0
     """Found, and not read: nobody waited for them any more."""
     declined: int = 0
-    """Found, and not read for lack of host room."""
+    """Found, and not read: the host stayed short of room."""
 
 
 class Prefetch:
@@ -86,6 +90,7 @@ class Prefetch:
         *(
             "arrived",
             "asked_s",
+            "begun",
             "done",
             "first",
             "found",
@@ -96,7 +101,7 @@ class Prefetch:
             "pieces",
             "policy",
         ),
-        *("reason", "released", "timer", "waited", "waiters", "wanted"),
+        *("reason", "released", "room_timer", "short", "timer", "waited", "waiters", "wanted"),
     )
 
     def __init__(self, key: PrefixKey, policy: PrefetchPolicy, asked_s: float) -> None:
@@ -109,8 +114,13 @@ class Prefetch:
         """The first page that neither device nor host had."""
         self.found = -1
         """Pages that storage has, from `first` on; -1 until it has said."""
+        self.begun = 0
+        """Of those, being read or read: they got host room."""
         self.arrived = 0
         """Of those, indexed."""
+        self.short = False
+        """The host had no room for what else was found."""
+        self.room_timer: asyncio.TimerHandle | None = None
         self.pieces: list[_Piece] = []
         self.hashes: list[bytes] = []
         """Of the pages that it asked for."""
@@ -132,10 +142,10 @@ class Prefetch:
     @property
     def decision(self) -> Decision:
         """What came of it, if its request goes on now."""
-        if self.done and not self.found:
-            return "nothing_found"
+        if self.done and self.short:
+            return "no_room"
         if self.done:
-            return "complete"
+            return "complete" if self.found else "nothing_found"
         return "gave_up" if self.waited else "did_not_wait"
 
 
@@ -176,6 +186,8 @@ class Prefetcher:
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._reading: dict[bytes, Prefetch] = {}
+        self._roomless: deque[Prefetch] = deque()
+        """Those that wait for host room: each gets a piece in its turn, so that a large one does not starve a small."""
         self._held_pages = 0
         self._kept_pages = 0
         self._lookup_ms = 1.0
@@ -230,6 +242,9 @@ class Prefetcher:
             for piece in prefetch.pieces:
                 for operation in piece.operations:
                     self._client.cancel(operation)
+            if prefetch in self._roomless:
+                self._roomless.remove(prefetch)
+                self._decline(prefetch)
 
     # ------------------------------------------------------------------------------------------------------------
     # Policies
@@ -314,20 +329,72 @@ class Prefetcher:
             # known otherwise, once it has been too slow to wait for.
             probed = 0 if self._held_pages else min(pages, self._piece_pages)
             self.counts.cancelled += pages - probed
-            pages = probed
-        room = min(self._share_pages - self._held_pages, pages, self._host.room_pages)
-        host = self._host.take(max(room, 0))
-        if host is None:
-            host = self._host.take(0)
-        assert host is not None
-        self.counts.declined += pages - host.shape[1]
-        prefetch.found = host.shape[1]
-        self._held_pages += host.shape[1]
-        for start in range(0, host.shape[1], self._piece_pages):
-            end = min(start + self._piece_pages, host.shape[1])
-            self._read(prefetch, _Piece(prefetch.first + start, prefetch.first + end, host[:, start:end]))
+            prefetch.found = probed
+        self._roomless.append(prefetch)
+        self.room_came()
         self._advance(prefetch)
         self._on_change()
+
+    def room_came(self) -> None:
+        """The host may have room again: begin what waits for it, a piece each in turn."""
+        full = 0
+        while full < len(self._roomless):
+            prefetch = self._roomless.popleft()
+            if prefetch.begun == prefetch.found:
+                self._cancel_room_timer(prefetch)
+            elif self._begin_piece(prefetch):
+                full = 0
+                self._roomless.append(prefetch)
+            elif self._may_wait_for_room(prefetch):
+                full += 1
+                self._roomless.append(prefetch)
+            else:
+                self._decline(prefetch)
+
+    def _begin_piece(self, prefetch: Prefetch) -> bool:
+        """Read the next piece, as large as there is room for; False if there is none."""
+        room = min(self._share_pages - self._held_pages, self._host.room_pages)
+        count = min(room, self._piece_pages, prefetch.found - prefetch.begun)
+        # Pages behind a fence are evicted, and not free yet.
+        host = self._host.take(count) if count > 0 else None
+        if host is None:
+            return False
+        start = prefetch.first + prefetch.begun
+        prefetch.begun += count
+        self._held_pages += count
+        self._read(prefetch, _Piece(start, start + count, host))
+        return True
+
+    def _may_wait_for_room(self, prefetch: Prefetch) -> bool:
+        if prefetch.released and not prefetch.waiters:
+            return False
+        at_s = prefetch.asked_s + self._options.room_timeout_ms / 1e3
+        if prefetch.room_timer is None:
+            prefetch.room_timer = self._loop.call_at(at_s, self._room_timed_out, prefetch)
+        return at_s > self._loop.time()
+
+    def _room_timed_out(self, prefetch: Prefetch) -> None:
+        if prefetch in self._roomless:
+            self._roomless.remove(prefetch)
+            self._decline(prefetch)
+
+    def _decline(self, prefetch: Prefetch) -> None:
+        """Read nothing more of it."""
+        left = prefetch.found - prefetch.begun
+        if prefetch.released and not prefetch.waiters:
+            self.counts.cancelled += left
+        else:
+            self.counts.declined += left
+            prefetch.short = True
+        prefetch.found = prefetch.begun
+        self._cancel_room_timer(prefetch)
+        self._advance(prefetch)
+        self._on_change()
+
+    def _cancel_room_timer(self, prefetch: Prefetch) -> None:
+        if prefetch.room_timer is not None:
+            prefetch.room_timer.cancel()
+            prefetch.room_timer = None
 
     def _read(self, prefetch: Prefetch, piece: _Piece) -> None:
         prefetch.pieces.append(piece)
@@ -343,6 +410,7 @@ class Prefetcher:
                     page_ms = max(done.read_ms, (self._loop.time() - asked_s) * 1e3 / len(prefetch.pieces)) / piece.good
                     self._page_ms += _SMOOTHING * (page_ms - self._page_ms)
                 self._advance(prefetch)
+                self.room_came()
                 self._on_change()
 
         for group in range(self._groups):
@@ -370,7 +438,7 @@ class Prefetcher:
                 self.counts.late += int(taken.sum())
             else:
                 self._keep(prefetch)
-        if not prefetch.pieces and prefetch.found >= 0:
+        if not prefetch.pieces and prefetch.begun == prefetch.found and not prefetch.done:
             self._end(prefetch)
 
     def _end(self, prefetch: Prefetch) -> None:

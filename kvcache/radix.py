@@ -41,6 +41,7 @@ from headrace.kvcache.radix_nodes import (
     Match,
     Node,
     Span,
+    common_pages,
     is_device_leaf,
     is_host_leaf,
     path_to,
@@ -176,14 +177,14 @@ class RadixIndex:
                 taken[at:] = True
                 node, at = self._append(node, raw[start:], pages[:, at:], step), count
             elif have := child.device.shape[1]:
-                common = min(self._common(child.key, raw, start), have)
+                common = min(common_pages(child.key, raw, start, self._page_bytes), have)
                 node = child if common == child.length else self._split(child, common)
                 self._hold(node)
                 indexed[:, at : at + common] = node.device
                 at += common
             else:
                 # Only the host had them: these bytes are the same, and nobody need load them any more.
-                common = self._common(child.key, raw, start)
+                common = common_pages(child.key, raw, start, self._page_bytes)
                 node = child if common == child.length else self._split(child, common)
                 self._hold(node)
                 taken[at : at + common] = True
@@ -420,19 +421,10 @@ class RadixIndex:
             if child is None:
                 break
             if not raw.startswith(child.key, at):
-                return node, at // size, child, self._common(child.key, raw, at)
+                return node, at // size, child, common_pages(child.key, raw, at, size)
             node = child
             at += len(child.key)
         return node, at // size, None, 0
-
-    def _common(self, key: bytes, raw: bytes, at: int) -> int:
-        """Whole pages that `key` and `raw[at:]` share from their starts."""
-        size = min(len(key), len(raw) - at)
-        if raw.startswith(key[:size], at):
-            return size // self._page_bytes
-        left = np.frombuffer(key, np.int32, size // 4)
-        right = np.frombuffer(raw, np.int32, size // 4, at)
-        return int((left != right).argmax()) * 4 // self._page_bytes
 
     def _match(self, node: Node, pages: int) -> Match:
         self._tick += 1

@@ -117,6 +117,16 @@ def subtree(node: Node) -> list[Node]:
     return nodes
 
 
+def common_pages(key: bytes, raw: bytes, at: int, page_bytes: int) -> int:
+    """Whole pages that `key` and `raw[at:]` share from their starts."""
+    size = min(len(key), len(raw) - at)
+    if raw.startswith(key[:size], at):
+        return size // page_bytes
+    left = np.frombuffer(key, np.int32, size // 4)
+    right = np.frombuffer(raw, np.int32, size // 4, at)
+    return int((left != right).argmax()) * 4 // page_bytes
+
+
 def is_device_leaf(node: Node) -> bool:
     return not node.leases and node.parent is not None and node.device.shape[1] > 0 and not node.device_children
 

@@ -328,6 +328,49 @@ def test_what_was_prefetched_for_a_waiting_request_stays_until_its_turn() -> Non
     play(msgspec.structs.replace(DISK, slots=1, host_pages=24), scenario)
 
 
+def test_b03_host_pages_that_are_on_their_way_back_are_waited_for() -> None:
+    # One write at a time, so that the host's pages come back one prompt after the other.
+    slow = StorageTimes(50, 4000, 1)
+
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        for i in range(2):
+            await ask(world, [i + 1] * 33, 1)
+        world.engine.flush_cache()
+        status = world.engine.status()
+        assert status.host_pages_cached == 0 and status.host_pages_free < 4, "storage still reads most of them"
+        watched = await ask(world)
+        assert cached(watched) == (0, 0, PAGES * 4)
+        assert world.engine.status().prefetch_declined_bytes == 0
+
+    prefetch = PrefetchOptions("wait_complete", threshold_tokens=34, piece_bytes=128)
+    play(msgspec.structs.replace(DISK, host_pages=18, prefetch=prefetch, storage=slow), scenario)
+
+
+def test_b03_a_host_that_stays_short_of_room_declines_and_the_request_computes() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        # All of the host is leased by a request that runs on.
+        other = world.submit([5] * 37, 27)
+        await world.until(lambda: world.engine.status().host_pages_free == 0)
+        watched = world.submit(PROMPT, 3)
+        await watched.ended.wait()
+        assert not other.ended.is_set() and cached(watched)[2] < PAGES * 4
+        status, started = world.engine.status(), watched.started
+        assert started is not None and started.prefetch_decision == "no_room"
+        assert 4.5 <= started.waited_ms["storage"] < 8
+        lost = (PAGES * 4 - cached(watched)[2]) // 4
+        assert status.prefetch_declined_bytes == lost * status.page_bytes
+        await other.ended.wait()
+
+    prefetch = PrefetchOptions("wait_complete", threshold_tokens=34, room_timeout_ms=5.0)
+    play(msgspec.structs.replace(DISK, pages=40, host_pages=9, prefetch=prefetch), scenario)
+
+
 def test_b04_a_prefetch_takes_effect_wherever_its_request_stands_in_the_queue() -> None:
     async def scenario(world: World) -> None:
         await ask(world)
