@@ -24,6 +24,13 @@ class StorageTimes(msgspec.Struct, frozen=True):
     lanes: int = 4
 
 
+class LastingStore(MemoryStore):
+    """It outlives the agents that open it, as a disk does."""
+
+    def close(self) -> None:
+        return
+
+
 class SimAgent:
     """One life of the agent: a `StorageConnection`."""
 
@@ -42,6 +49,8 @@ class SimAgent:
         def handle(message: bytes) -> None:
             service.handle(command_decoder.decode(message))
             lanes.deliver()
+            if service.finished:
+                link.far.close()
 
         self._server.serve(handle)
 

@@ -24,7 +24,6 @@ from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
-from headrace.kvcache.storage.memory import MemoryStore
 from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.transport import Transport
 from headrace.ops.wire import (
@@ -41,7 +40,7 @@ from headrace.sched.batch import max_batch_bytes
 from headrace.sched.engine import Engine, EngineOptions
 from headrace.sched.executors.oracle import OracleDevice, expected, prompt_logprob_at
 from headrace.sched.messages import Finished, PromptLogprobs, SamplingParams, Started, StepDeltas, Submit
-from headrace.server.sim.storage import SimAgent, StorageTimes
+from headrace.server.sim.storage import LastingStore, SimAgent, StorageTimes
 from headrace.server.sim.trace import Trace
 from headrace.server.sim.transport import Faults, SimLink, SimServer
 from headrace.server.sim.virtual_loop import running_loop
@@ -176,7 +175,7 @@ class World:
         self.geometry = RingGeometry(3, batch_bytes, shape.slots, chunk, VOCAB)
         self.agents = 0
         self.agent: SimAgent | None = None
-        self.store = MemoryStore(shape.storage_pages * 8192)
+        self.store = LastingStore(shape.storage_pages * 8192)
         self.host_pool = bytearray(shape.host_pages * self.layout.host_slot_bytes(0)) if shape.host_pages else None
         start = Start(
             model_path="",
