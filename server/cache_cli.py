@@ -136,7 +136,7 @@ class _Command:
     def verify(self) -> int:
         from headrace.kvcache.storage.disk.inspect import verify
 
-        with _Progress(self._errors, "checked") as progress:
+        with _Progress(self._errors) as progress:
             found = verify(self._directory, progress)
         for bad in found.bad[:_SHOWN_BAD]:
             print(f"{bad.file}, slot {bad.slot}: {bad.what}", file=self._out)
@@ -164,16 +164,14 @@ class _Command:
         chosen: list[tuple[bytes | None, bytes | None]] = [(None, None)]
         if self._salt is not None or self._model is not None:
             chosen = [(bytes.fromhex(one.model), bytes.fromhex(one.namespace)) for one in self._chosen(found)]
-        if found.pages > 100_000:
-            print(f"deleting from {found.pages} pages …", file=self._errors, flush=True)
         pages = size_bytes = 0
         messages: list[str] = []
-        with _Progress(self._errors, "deleted from namespaces") as progress:
+        with _Progress(self._errors) as progress:
             for done, (model, namespace) in enumerate(chosen, 1):
-                removed = remove(self._directory, model, namespace)
+                removed = remove(self._directory, model, namespace, progress)
                 pages, size_bytes = pages + removed.pages, size_bytes + removed.size_bytes
                 messages += [removed.message] if removed.message else []
-                progress(done, len(chosen))
+                progress("namespaces deleted", done, len(chosen))
         print(f"{pages} pages deleted, {size_text(size_bytes)}", file=self._out)
         return self._faults(messages)
 
@@ -182,7 +180,8 @@ class _Command:
     def _summary(self) -> Summary:
         from headrace.kvcache.storage.disk.inspect import summary
 
-        return summary(self._directory)
+        with _Progress(self._errors) as progress:
+            return summary(self._directory, progress)
 
     def _chosen(self, found: Summary) -> list[SpaceSummary]:
         """The namespaces that --model and --salt name."""
@@ -226,9 +225,8 @@ class _Command:
 class _Progress:
     """How far it is, for what takes over two seconds: a line that changes on a terminal, else a line in ten seconds."""
 
-    def __init__(self, stream: TextIO, what: str) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._what = what
         self._terminal = stream.isatty()
         self._next_s = time.monotonic() + _QUIET_S
         self._shown = False
@@ -240,12 +238,14 @@ class _Progress:
         if self._shown and self._terminal:
             print(file=self._stream)
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int) -> None:
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
         self._shown = True
         self._next_s = now_s + (0.2 if self._terminal else 10.0)
         start, end = ("\r", "") if self._terminal else ("", "\n")
-        text = f"{start}{self._what} {done} of {total} ({100 * done // max(total, 1)} %)"
+        # On a terminal over the line before, which may be longer: ESC [K clears what is left of it.
+        clear = "\x1b[K" if self._terminal else ""
+        text = f"{start}{what}: {done} of {total} ({100 * done // max(total, 1)} %){clear}"
         print(text, end=end, file=self._stream, flush=True)
