@@ -159,17 +159,24 @@ class KvCache:
         self.events = KvEvents(self._index, layout.page_tokens, page_hash)
         self._pins: dict[int, Lease] = {}
         self._last_pin = 0
+        self.version = 0
+        """Grows when `peek` may find another length than before."""
         self.stored_pages = self.unstored_pages = 0
         """Pages that storage acknowledged, and that it did not take."""
 
     def attach_storage(self, client: StorageClient, options: PrefetchOptions, on_change: Callable[[], None]) -> None:
         """Use a storage tier behind the host's. `on_change` is called when a waiting request may be able to go on."""
         assert self._host is not None, "storage is reached through the host tier"
+
+        def arrived() -> None:
+            self.version += 1
+            on_change()
+
         self._on_change = on_change
         groups = len(self._pools)
         page_bytes = max(self.layout.page_bytes(group) for group in range(groups))
         self._storage = client
-        self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, on_change)
+        self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, arrived)
 
     @property
     def page_bytes(self) -> int:
@@ -254,6 +261,7 @@ class KvCache:
         if not taken.all():
             again = np.flatnonzero(~taken)
             holding.duplicates.append(Repointed((start + again).astype(np.int32), indexed[:, again]))
+        self.version += 1
         if self._host is not None and taken.any():
             self._host.published(holding.handle, holding.lease, step)
 
@@ -277,6 +285,10 @@ class KvCache:
             pool.give_back(holding.pages[group, : holding.count][own], Owner.REQUEST, fence)
         self._index.release(holding.lease, fence.after_step)
         self._room_came()
+
+    def returned_by(self, holding: Holding) -> int:
+        """Device pages that closing a holding makes available, at least."""
+        return int(holding.private[: holding.count].sum()) + self._index.held_alone(holding.lease)
 
     def complete_step(self, step: int) -> None:
         """The device has completed `step`."""
@@ -449,6 +461,7 @@ class KvCache:
         """The device and its pages are gone, and it has ended. Every holding must have been closed. What the host has
         stays."""
         assert not self._holdings, "requests still hold pages of a device that is gone"
+        self.version += 1
         pinned = {number: self._index.path_of(pin) for number, pin in self._pins.items()}
         for pin in self._pins.values():
             self._index.release(pin, -1, touch=False)
@@ -523,6 +536,7 @@ class KvCache:
             count -= ready + sum(self._index.held_alone(lease) for lease in leases)
 
     def _drop(self, runs: list[Dropped]) -> None:
+        self.version += bool(runs)
         for run in runs:
             for group, pool in enumerate(self._pools):
                 pool.give_back(run.device[group], Owner.INDEX, Fence(run.last_step))

@@ -1,9 +1,10 @@
 """What a device worker does with each command; a state machine without a process, a thread or a socket.
 
 in     commands, in order
-out    replies, in the order of the commands
-state  the model and the step runner, and the phase: new → loaded → ready, → failed after the first step that raised
-owner  whoever calls `handle`, from one thread
+out    replies, when what they answer is done: steps in their order, backups in theirs
+state  the model and the step runner, what is not answered yet, and the phase: new → loaded → ready, → failed after the
+       first step that raised
+owner  whoever calls `handle` and `poll`, from one thread
 ready  `Loaded`, `Ready`, `StepDone`, `BackupDone` say what is
 end    `finished` is true after `Stop` or `Refused`; the process ends
 """
@@ -12,18 +13,22 @@ from __future__ import annotations
 
 import logging
 import mmap
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Literal, TypeAlias
 
 import torch
 
+from headrace.ops import accesses
 from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_model
 from headrace.ops.sampler import Sampler
-from headrace.ops.step import StepRunner
+from headrace.ops.step import BackedUp, Sampled, StepRunner
+from headrace.ops.streams import Streams, cpu_streams
 from headrace.ops.warm_up import measure_steps
 from headrace.ops.wire import (
     Backup,
@@ -55,6 +60,8 @@ TOUCH_MS: Final = 100.0
 """For making pool memory real before `Ready`: 1 GiB where memory is at hand. The rest comes when the worker idles."""
 IDLE_SLICE_MS: Final = 1.0
 
+SKIPPED: Final = "skipped: an earlier step failed"
+
 _log: Final = logging.getLogger("headrace.worker")
 
 
@@ -63,23 +70,30 @@ class CannotServe(Exception):
 
 
 class DeviceWorker:
-    """One worker: `handle` executes a command and calls `reply` with what comes of it."""
+    """One worker: `handle` gives a command to the streams; `reply` is called with what has come of it."""
 
     def __init__(
         self,
         reply: Callable[[Reply], None],
         ring: mmap.mmap | bytearray,
         host_pool: mmap.mmap | bytearray | None = None,
+        streams: Streams | None = None,
     ) -> None:
+        """`streams`: None for a CPU's."""
         self._reply = reply
         self._ring_buffer = ring
         self._host_buffer = host_pool
+        self._streams = streams or cpu_streams()
         self._phase: Phase = "new"
+        self._forwarded: int | None = None
+        """A step that waits for its `Sample`."""
+        self._steps: deque[Sampled] = deque()
+        self._backups: deque[BackedUp] = deque()
         self.finished = False
 
     def handle(self, command: Command) -> None:
-        """Execute one command. Raises RuntimeError for one that does not belong here, and whatever a backup raises:
-        there is no answer to either, the process ends with it."""
+        """Execute one command, or give it to the streams, and `poll`. Raises RuntimeError for one that does not belong
+        here, and whatever a backup raises: there is no answer to either, the process ends with it."""
         with torch.inference_mode():
             match command:
                 case Start():
@@ -96,10 +110,20 @@ class DeviceWorker:
                     self._sample(command)
                 case Backup():
                     self._expect(command, "ready", "failed")
-                    copy_ms = self._runner.back_up(command)
-                    self._reply(BackupDone(command.transfer, copy_ms))
+                    self._backups.append(self._runner.back_up(command))
                 case Stop():
+                    while self.poll():
+                        pass
                     self.finished = True
+            self.poll()
+
+    def poll(self) -> bool:
+        """Answer what is done; → whether something is not."""
+        self._answer_steps()
+        while self._backups and self._backups[0].done.query():
+            backup = self._backups.popleft()
+            self._reply(BackupDone(backup.transfer, backup.copy.spent_ms))
+        return bool(self._steps or self._backups)
 
     def idle(self) -> bool:
         """Do a little of what can wait, while there is no command; → whether something is left."""
@@ -162,7 +186,7 @@ class DeviceWorker:
             self._refuse(f"the KV pool could not be allocated: {problem}. Lower --max-total-tokens")
             return
         self._pools = pools
-        self._runner = StepRunner(self._model, pools, sampler, host)
+        self._runner = StepRunner(self._model, pools, sampler, host, self._streams)
         costs = []
         if command.warm_up_tokens:
             costs = measure_steps(self._runner, pools, start.ring.vocab, command.warm_up_tokens)
@@ -183,34 +207,58 @@ class DeviceWorker:
         self.finished = True
 
     # -----------------------------------------------------------------------------------------------------------
-    # Steps: each is answered once, by the `Forward` that fails or is skipped, or else by its `Sample`
+    # Steps: each is answered once, by the `Forward` that fails or is skipped, or else after its `Sample`
 
     def _forward(self, command: Forward) -> None:
         if self._phase == "failed":
-            self._reply(StepFailed(command.step, "skipped: an earlier step failed"))
+            self._reply(StepFailed(command.step, SKIPPED))
             return
         try:
             batch = self._ring.read(command.ring_slot)
             if batch.step != command.step:
                 raise ValueError(f"ring slot {command.ring_slot} holds step {batch.step}, not {command.step}")
+            self._streams.compute.uses(partial(accesses.forward, command.step, command.ring_slot))
             self._runner.forward(batch, self._ring.results(command.ring_slot))
         except Exception as problem:
             self._fail(command.step, problem)
+        else:
+            self._forwarded = command.step
 
     def _sample(self, command: Sample) -> None:
+        forwarded, self._forwarded = self._forwarded, None
         if self._phase == "failed":
+            # A step before it has failed since, in its stream; or its own `Forward` has given the answer.
+            if forwarded == command.step:
+                self._reply(StepFailed(command.step, SKIPPED))
             return
         try:
             mask_rows, mask_bits = self._ring.masks(command.ring_slot)
             masks = slice(0, command.masks)
             results = self._ring.results(command.ring_slot)
-            step_ms, load_ms = self._runner.sample(command.step, mask_rows[masks], mask_bits[masks], results)
+            self._streams.compute.uses(partial(accesses.sample, command.step, command.ring_slot))
+            self._steps.append(self._runner.sample(command.step, mask_rows[masks], mask_bits[masks], results))
         except Exception as problem:
             self._fail(command.step, problem)
-        else:
-            self._reply(StepDone(command.step, step_ms, load_ms))
 
     def _fail(self, step: int, problem: Exception) -> None:
+        """The step can't be launched; those before it are answered first."""
+        while self._steps:
+            self._answer_steps()
+        self._answer_failure(step, problem)
+
+    def _answer_steps(self) -> None:
+        while self._steps:
+            sampled = self._steps[0]
+            try:
+                if not sampled.done.query():
+                    return
+            except Exception as problem:
+                self._answer_failure(sampled.step, problem)
+            else:
+                self._reply(StepDone(sampled.step, sampled.step_ms, sampled.load.spent_ms))
+            self._steps.popleft()
+
+    def _answer_failure(self, step: int, problem: Exception) -> None:
         _log.error("step %d failed; the server must restart this worker", step, exc_info=problem)
         self._phase = "failed"
         self._reply(StepFailed(step, f"{type(problem).__name__}: {problem}"))

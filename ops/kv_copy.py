@@ -1,8 +1,8 @@
 """Page copies between the device pool and the host pool, torch reference.
 
 A host page is one blob: the page's part of each of its group's layers, one after the other, each laid out as in the
-device pool (`kv_pool`). On a CPU both pools are ordinary memory and a copy is a command like any other; a load brings
-layer k's part right before layer k computes.
+device pool (`kv_pool`). On a CPU both pools are ordinary memory, and a copy is work like any other. When it is made is
+the streams' business (`streams`): a load's layers come one by one, each with an event of its own.
 
 in     the mapping of the host pool; pairs of host and device pages
 out    device pages (`PageLoad.bring`), host pages (`back_up`)
@@ -15,7 +15,6 @@ end    the mapping ends with the process
 from __future__ import annotations
 
 import mmap
-import time
 
 import torch
 from torch import Tensor
@@ -47,18 +46,15 @@ class PageLoad:
     def __init__(self, pool: KvPool, host: HostPages, host_pages: I32, device_pages: I32) -> None:
         self._pool = pool
         self._host = host
-        self._from = torch.from_numpy(host_pages.copy())
-        self._to = torch.from_numpy(device_pages.copy()).long()
-        self.spent_ms = 0.0
-        """What `bring` has taken so far."""
+        self.pages = host_pages.copy(), device_pages.copy()
+        self._from = torch.from_numpy(self.pages[0])
+        self._to = torch.from_numpy(self.pages[1]).long()
 
     def bring(self, layer: int) -> None:
         """Copy the pages' part of the group's `layer`-th layer. Raises IndexError for a page outside its pool."""
-        began = time.perf_counter()
         source = self._host.layer(layer, self._pool.layer_elements)
         target = self._pool.layer(layer).view(self._pool.num_pages, -1)
         target.index_copy_(0, self._to, source.index_select(0, self._from))
-        self.spent_ms += (time.perf_counter() - began) * 1e3
 
 
 def back_up(pool: KvPool, host: HostPages, device_pages: list[int], host_pages: list[int]) -> None:

@@ -2,27 +2,34 @@
 
 in     a `ForwardBatch`, then the masks of its samples
 out    KV in the device pools; ids and logprobs in the step's results; ids in `future_tokens`
-state  the model, pools and page tables, sampler state; between the two commands of a step its logits
-owner  the worker's main thread, one command after the other
-ready  ids when `sample` returns; KV for the next command when `forward` returns
+state  the model, pools and page tables, sampler state: the compute stream's; between the two commands of a step its
+       logits
+owner  the worker's main thread gives commands to the streams, one after the other
+ready  ids when `Sampled.done` is; KV of a layer for the next command in the compute stream, loaded KV when the layer's
+       event is
 end    a page's bytes are overwritten when the server gives it to another request
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.ops import accesses
 from headrace.ops.attention import attend, plan_attention
 from headrace.ops.kv_copy import HostPages, PageLoad, back_up
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Attention, Model
 from headrace.ops.sampler import Sampler
 from headrace.ops.sampling import best_log_probabilities, log_probabilities
+from headrace.ops.streams import Event, Streams
 from headrace.ops.wire import I32, MAX_LOGPROBS, U32, Backup, ForwardBatch, StepResults
 
 WANTS_PER_PASS: Final = 64
@@ -33,32 +40,65 @@ class BadBatch(ValueError):
     """The server sent a batch that contradicts itself or this worker's sizes."""
 
 
-class _Forwarded(NamedTuple):
+class CopyTime(msgspec.Struct):
+    """What copies have taken of this thread's time: next to nothing where they are only given to a stream."""
+
+    spent_ms: float = 0.0
+
+    def of(self, work: Callable[[], None]) -> None:
+        """Do it, and count."""
+        began = time.perf_counter()
+        work()
+        self.spent_ms += (time.perf_counter() - began) * 1e3
+
+
+class _Forwarded(msgspec.Struct):
     """What `sample` needs of the step whose `forward` came last."""
 
     step: int
     slots: I32
     positions: I32
-    logits: Tensor
-    forward_ms: float
-    load_ms: float
+    began: Event
+    load: CopyTime
+    ended: Event | None = None
+    logits: Tensor | None = None
+    """There when the compute stream gets to `sample`."""
 
 
-class StepMs(NamedTuple):
-    """What a step took, in ms; the load is a part of the whole."""
+class Sampled(NamedTuple):
+    """A step that was given to the streams."""
 
-    step_ms: float
-    load_ms: float
+    step: int
+    done: Event
+    """Its results are in the ring slot, its KV in the pages; nothing of it reads or writes any more."""
+    spans: tuple[tuple[Event, Event], ...]
+    load: CopyTime
+
+    @property
+    def step_ms(self) -> float:
+        """What its commands took, when it is done."""
+        return sum(began.ms_until(ended) for began, ended in self.spans)
+
+
+class BackedUp(NamedTuple):
+    """A backup that was given to its stream."""
+
+    transfer: int
+    done: Event
+    copy: CopyTime
 
 
 class StepRunner:
-    """Runs the commands of steps, in the order of the calls."""
+    """Gives the commands of steps to the streams, in the order of the calls."""
 
-    def __init__(self, model: Model, pools: list[KvPool], sampler: Sampler, host: HostPages | None) -> None:
+    def __init__(
+        self, model: Model, pools: list[KvPool], sampler: Sampler, host: HostPages | None, streams: Streams
+    ) -> None:
         self._model = model
         self._pools = pools
         self._sampler = sampler
         self._host = host
+        self._streams = streams
         # Layer of the model → its pool's index in the list, its index in the pool.
         self._places = {
             layer: (group, index) for group, pool in enumerate(pools) for index, layer in enumerate(pool.shape.layers)
@@ -68,88 +108,125 @@ class StepRunner:
     def forward(self, batch: ForwardBatch, results: StepResults) -> None:
         """Everything up to the logits, prompt logprobs included. Raises BadBatch, IndexError or ValueError for what the
         server got wrong, RuntimeError for what torch can't do."""
-        began = time.perf_counter()
+        compute = self._streams.compute
+        began = compute.record()
         self._check(batch)
-        self._sampler.begin(batch)
-        for group, pool in enumerate(self._pools):
-            pool.forget(batch.init_slot)
-            here = batch.edit_group == group
-            pool.edit(batch.edit_slot[here], batch.edit_index[here], batch.edit_page[here])
-        loads = self._loads(batch)
-        slots = batch.row_slot[batch.sample_row]
-        logits = self._run(batch, loads, results) if batch.counts.tokens else self._only_load(loads)
-        forward_ms = (time.perf_counter() - began) * 1e3
-        load_ms = sum(load.spent_ms for load in loads.values())
-        self._forwarded = _Forwarded(batch.step, slots, batch.sample_position, logits, forward_ms, load_ms)
+        load = CopyTime()
+        arrivals = self._load(batch, load)
+        forwarded = _Forwarded(batch.step, batch.row_slot[batch.sample_row], batch.sample_position, began, load)
+        compute.run(partial(self._forward, batch, arrivals, results, forwarded))
+        forwarded.ended = compute.record()
+        self._forwarded = forwarded
 
-    def sample(self, step: int, mask_rows: I32, mask_bits: U32, results: StepResults) -> StepMs:
-        """Draw the step's ids; → what both commands took. Raises BadBatch if `forward` of another step came last."""
-        began = time.perf_counter()
+    def sample(self, step: int, mask_rows: I32, mask_bits: U32, results: StepResults) -> Sampled:
+        """Draw the step's ids. Raises BadBatch if `forward` of another step came last."""
         forwarded, self._forwarded = self._forwarded, None
-        if forwarded is None or forwarded.step != step:
+        if forwarded is None or forwarded.step != step or forwarded.ended is None:
             raise BadBatch(f"step {step} is to be sampled, but its forward did not come last")
-        self._sampler.sample(forwarded.logits, forwarded.slots, forwarded.positions, mask_rows, mask_bits, results)
-        return StepMs(forwarded.forward_ms + (time.perf_counter() - began) * 1e3, forwarded.load_ms)
+        compute = self._streams.compute
+        began = compute.record()
+        compute.run(partial(self._sample, forwarded, mask_rows, mask_bits, results))
+        done = compute.record()
+        return Sampled(step, done, ((forwarded.began, forwarded.ended), (began, done)), forwarded.load)
 
-    def back_up(self, command: Backup) -> float:
-        """Copy device pages to host pages; → ms that it took. Raises IndexError for pages that do not exist, ValueError
-        without a host pool."""
+    def back_up(self, command: Backup) -> BackedUp:
+        """Copy device pages to host pages, behind all that was computed before. Raises ValueError without a host pool;
+        the stream raises IndexError for pages that do not exist."""
         if self._host is None:
             raise ValueError("a backup was asked for, but this worker has no host pool")
-        began = time.perf_counter()
-        back_up(self._pools[command.group], self._host, command.device_pages, command.host_pages)
-        return (time.perf_counter() - began) * 1e3
+        backup = self._streams.backup
+        backup.wait(self._streams.compute.record())
+        pool, pages = self._pools[command.group], (command.device_pages, command.host_pages)
+        backup.uses(partial(accesses.backup, command.transfer, command.group, pool, *pages))
+        copy = CopyTime()
+        backup.run(partial(copy.of, partial(back_up, pool, self._host, *pages)))
+        return BackedUp(command.transfer, backup.record(), copy)
 
-    def _run(self, batch: ForwardBatch, loads: dict[int, PageLoad], results: StepResults) -> Tensor:
-        """The model pass; → logits of the samples."""
-        last_tokens = batch.row_start[1:][batch.sample_row] - 1
-        keep = np.concatenate((last_tokens, batch.want_token)).astype(np.int64)
-        hidden = self._model.forward(
-            self._input_ids(batch),
-            torch.from_numpy(batch.positions.astype(np.int64)),
-            self._attention(batch, loads),
-            torch.from_numpy(keep),
-        )
-        samples = batch.counts.samples
-        self._report_wants(hidden[samples:], batch.want_target, results)
-        if not samples:
-            return torch.empty((0, self._model.config.vocab_size))
-        return self._model.logits(hidden[:samples])
+    # -----------------------------------------------------------------------------------------------------------
+    # In the load stream
 
-    def _attention(self, batch: ForwardBatch, loads: dict[int, PageLoad]) -> Attention:
-        plans = []
-        for pool in self._pools:
-            plan = plan_attention(batch, pool)
-            pool.clear(plan.begun_pages)
-            plans.append(plan)
-
-        def attention(layer: int, qkv: Tensor) -> Tensor:
-            group, index = self._places[layer]
-            if group in loads:
-                loads[group].bring(index)
-            return attend(self._pools[group], index, qkv, plans[group])
-
-        return attention
-
-    def _input_ids(self, batch: ForwardBatch) -> Tensor:
-        ids = batch.input_ids.astype(np.int64)
-        drawn = np.flatnonzero(ids < 0)
-        ids[drawn] = self._sampler.future_tokens[-ids[drawn] - 1]
-        return torch.from_numpy(ids)
-
-    def _loads(self, batch: ForwardBatch) -> dict[int, PageLoad]:
+    def _load(self, batch: ForwardBatch, spent: CopyTime) -> dict[int, Event]:
+        """Bring the batch's host pages → for each layer of the model, the event behind its part."""
         loads = {}
         for group in np.unique(batch.load_group).tolist():
             if self._host is None:
                 raise BadBatch("the batch loads host pages, but this worker has no host pool")
             here = batch.load_group == group
             loads[group] = PageLoad(self._pools[group], self._host, batch.load_host[here], batch.load_device[here])
-        return loads
+        arrivals = {}
+        stream = self._streams.load
+        for layer, (group, index) in sorted(self._places.items()) if loads else ():
+            if group in loads:
+                stream.uses(partial(accesses.load, batch.step, group, index, *loads[group].pages))
+                stream.run(partial(spent.of, partial(loads[group].bring, index)))
+                arrivals[layer] = stream.record()
+        return arrivals
 
-    def _only_load(self, loads: dict[int, PageLoad]) -> Tensor:
-        for group, load in loads.items():
-            for index in range(len(self._pools[group].shape.layers)):
-                load.bring(index)
+    # -----------------------------------------------------------------------------------------------------------
+    # In the compute stream
+
+    def _forward(
+        self, batch: ForwardBatch, arrivals: dict[int, Event], results: StepResults, forwarded: _Forwarded
+    ) -> None:
+        self._sampler.begin(batch)
+        for group, pool in enumerate(self._pools):
+            pool.forget(batch.init_slot)
+            here = batch.edit_group == group
+            pool.edit(batch.edit_slot[here], batch.edit_index[here], batch.edit_page[here])
+        if batch.counts.tokens:
+            forwarded.logits = self._run(batch, arrivals, results)
+        else:
+            for arrival in arrivals.values():
+                self._streams.compute.wait(arrival)
+            forwarded.logits = self._no_logits()
+
+    def _sample(self, forwarded: _Forwarded, mask_rows: I32, mask_bits: U32, results: StepResults) -> None:
+        assert forwarded.logits is not None
+        self._streams.compute.uses(partial(accesses.draws, forwarded.step, forwarded.slots))
+        self._sampler.sample(forwarded.logits, forwarded.slots, forwarded.positions, mask_rows, mask_bits, results)
+
+    def _run(self, batch: ForwardBatch, arrivals: dict[int, Event], results: StepResults) -> Tensor:
+        """The model pass; → logits of the samples."""
+        last_tokens = batch.row_start[1:][batch.sample_row] - 1
+        keep = np.concatenate((last_tokens, batch.want_token)).astype(np.int64)
+        hidden = self._model.forward(
+            self._input_ids(batch),
+            torch.from_numpy(batch.positions.astype(np.int64)),
+            self._attention(batch, arrivals),
+            torch.from_numpy(keep),
+        )
+        samples = batch.counts.samples
+        self._report_wants(hidden[samples:], batch.want_target, results)
+        if not samples:
+            return self._no_logits()
+        return self._model.logits(hidden[:samples])
+
+    def _attention(self, batch: ForwardBatch, arrivals: dict[int, Event]) -> Attention:
+        compute = self._streams.compute
+        plans = []
+        for group, pool in enumerate(self._pools):
+            plan = plan_attention(batch, pool)
+            compute.uses(partial(accesses.clearing, batch.step, group, pool, plan.begun_pages))
+            pool.clear(plan.begun_pages)
+            plans.append(plan)
+
+        def attention(layer: int, qkv: Tensor) -> Tensor:
+            group, index = self._places[layer]
+            if layer in arrivals:
+                compute.wait(arrivals[layer])
+            compute.uses(partial(accesses.attention, batch, group, self._pools[group], index))
+            return attend(self._pools[group], index, qkv, plans[group])
+
+        return attention
+
+    def _input_ids(self, batch: ForwardBatch) -> Tensor:
+        self._streams.compute.uses(partial(accesses.inputs, batch))
+        ids = batch.input_ids.astype(np.int64)
+        drawn = np.flatnonzero(ids < 0)
+        ids[drawn] = self._sampler.future_tokens[-ids[drawn] - 1]
+        return torch.from_numpy(ids)
+
+    def _no_logits(self) -> Tensor:
         return torch.empty((0, self._model.config.vocab_size))
 
     def _report_wants(self, hidden: Tensor, targets: I32, results: StepResults) -> None:

@@ -79,7 +79,10 @@ class StepProbe:
         results = self._ring.results(0)
         self._runner.forward(batch, results)
         mask_rows, mask_bits = self._ring.masks(0)
-        return self._runner.sample(batch.step, mask_rows[:0], mask_bits[:0], results).step_ms
+        sampled = self._runner.sample(batch.step, mask_rows[:0], mask_bits[:0], results)
+        while not sampled.done.query():
+            pass
+        return sampled.step_ms
 
     def close(self) -> None:
         """Forget whose the pages were."""

@@ -1,8 +1,12 @@
 """What the server and a device worker say to each other: commands, replies, and the batch in shared memory.
 
-The command pipe *is* the compute stream: the worker executes commands in the order they are sent and answers each
-`Sample` with one `StepDone`. Commands and replies are small msgpack structs; arrays travel through a ring of slots in a
-shared mapping (a memfd), which the server fills and the worker reads in place. Nothing is pickled.
+The command pipe *is* the compute stream: steps are computed in the order they are sent, and each `Sample` is answered
+with one `StepDone`. Copies have streams of their own (`ops/streams.py`). A load may run ahead of the steps before it:
+what was sent before and is not yet answered may neither touch the pages that it writes nor write those that it reads. A
+backup runs behind all that was sent before it, and its pages stay as they are until it is answered.
+
+Commands and replies are small msgpack structs; arrays travel through a ring of slots in a shared mapping (a memfd),
+which the server fills and the worker reads in place. Nothing is pickled.
 
 A step is two commands. `Forward` runs the model over the batch in a ring slot and keeps the logits on the device;
 `Sample` draws from them, writes `future_tokens`, and puts the ids into the slot's result region. Between the two the
@@ -333,7 +337,7 @@ class ForwardBatch:
     want_target: I32
     """[wants] ... namely this one (the id at the next position)."""
     load_group: I32
-    """[loads] host pages to bring to device pages; layer k's part is there before layer k reads it."""
+    """[loads] host pages to bring to device pages; layer k waits for layer k's part of them and no other layer's."""
     load_host: I32
     load_device: I32
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 IDLE_MS: Final = 100
 """Without a command for so long, garbage is collected: then it delays nobody."""
 
+LOOK_S: Final = 50e-6
+"""While a device computes: how often its events are looked at. A CPU has computed by then."""
+
 
 def main() -> None:
     """Entry point of the process."""
@@ -68,7 +71,11 @@ def serve(pipe: socket.socket, worker: DeviceWorker) -> None:
     poll.register(pipe, select.POLLIN)
     idle_ms: int | None = IDLE_MS
     while not worker.finished:
-        if not poll.poll(idle_ms):
+        if worker.poll():
+            # `poll` counts in milliseconds; a reply should not be so late.
+            if not select.select([pipe], [], [], LOOK_S)[0]:
+                continue
+        elif not poll.poll(idle_ms):
             idle_ms = 0 if worker.idle() else None
             if idle_ms is None:
                 gc.collect()

@@ -1,7 +1,7 @@
 """What a step costs, how many prefill tokens fit into it, when to launch the next one, how much to copy between.
 
 in     costs measured by the worker's warm-up; steps launched and done; copies done
-out    predicted ms; a token budget; a time to launch; pages of a copy
+out    predicted ms; a budget for a step's prefill; a time to launch; pages of a copy
 state  four coefficients and two running corrections; the predicted end of the last launched step; ms a copied page
 owner  the engine
 ready  from the start: without measurements the budget is the fixed one and launches are immediate
@@ -10,13 +10,14 @@ end    with the engine
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 from headrace.ops.wire import StepCost
 
 TARGET_STEP_MS: Final = 200.0
-"""A mixed step's bound where the budget is free: the longest gap between two decode steps."""
+"""A mixed step's bound where `--target-itl-ms` says nothing else: the longest gap between two decode steps."""
 ALONE_STEP_MS: Final = 500.0
 """The same while nothing decodes: only a newcomer waits, and a larger chunk reads the weights less often."""
 FIXED_BUDGET_TOKENS: Final = 2048
@@ -30,6 +31,10 @@ FIRST_COPY_BYTES_PER_MS: Final = 1e6
 """Until a copy has been measured: 1 GB/s, a fifth of what this machine does."""
 MAX_COPY_BYTES: Final = 8 << 20
 """Of one copy, however fast: its command has to fit a message, and room on the host comes in such pieces."""
+CAUTION_STEP: Final = 0.2
+"""Five retractions in a row, and admission reserves all that the running may still produce."""
+CAUTION_KEPT: Final = 0.9
+"""Of it, from one ended request to the next: after seven it is half."""
 _SMOOTHING: Final = 0.1
 
 
@@ -84,13 +89,16 @@ class CostModel:
         else:
             self._decode_factor += _SMOOTHING * (ratio - self._decode_factor)
 
-    def prefill_tokens(self, decode_rows: int, context_tokens: int) -> int:
-        """Prefill tokens, at this context, that keep a step beside these decode rows within its bound; may be <= 0."""
+    def budget(self, decode_rows: int, target_ms: float, most_tokens: int, least_tokens: int) -> StepBudget:
+        """What a step beside these decode rows may hold so that it takes `target_ms`, or `ALONE_STEP_MS` without any.
+
+        `least_tokens` may be computed whatever they take, so that prompts go on however long a decode step is.
+        """
         if not self.measured:
-            return FIXED_BUDGET_TOKENS
-        step_ms = TARGET_STEP_MS if decode_rows else ALONE_STEP_MS
+            return StepBudget(min(most_tokens, FIXED_BUDGET_TOKENS))
+        step_ms = target_ms if decode_rows else max(target_ms, ALONE_STEP_MS)
         room_ms = step_ms / self._mixed_factor - self.base_ms - self.row_ms * decode_rows
-        return int(room_ms / max(self.token_ms + self.pair_ms * context_tokens, 1e-6))
+        return StepBudget(most_tokens, room_ms, self.token_ms, self.pair_ms, least_tokens)
 
     def _raw_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:
         return self.base_ms + self.row_ms * decode_rows + self.token_ms * prefill_tokens + self.pair_ms * prefill_pairs
@@ -125,26 +133,69 @@ class CopyPace:
             self._page_ms *= 1 + _SMOOTHING * (ratio - 1)
 
 
+class StepBudget:
+    """What is left of one step for prefill, in tokens and in ms: a token behind a long context takes longer."""
+
+    def __init__(
+        self,
+        tokens: int,
+        room_ms: float = math.inf,
+        token_ms: float = 0.0,
+        pair_ms: float = 0.0,
+        least_tokens: int = 0,
+    ) -> None:
+        self._tokens = tokens
+        self._room_ms = room_ms
+        self._token_ms = token_ms
+        self._pair_ms = pair_ms
+        self._least = least_tokens
+
+    def tokens(self, context_tokens: int) -> int:
+        """Tokens that a chunk which begins at this context may have; 0 when nothing is left."""
+        return max(0, min(self._tokens, max(self._least, self._fitting(context_tokens))))
+
+    def spend(self, tokens: int, context_tokens: int) -> None:
+        """A chunk of the step has so many tokens behind such a context."""
+        self._tokens -= tokens
+        self._least -= tokens
+        self._room_ms -= tokens * (self._token_ms + self._pair_ms * (context_tokens + tokens))
+
+    def _fitting(self, context_tokens: int) -> int:
+        """The largest n with `n x token + n x (context + n) x pair` within what is left."""
+        if self._room_ms <= 0.0:
+            return 0
+        linear_ms = self._token_ms + self._pair_ms * context_tokens
+        if linear_ms <= 0.0 or math.isinf(self._room_ms):
+            return self._tokens
+        # The root of the quadratic, in the form that needs no division by `pair`.
+        return int(2 * self._room_ms / (linear_ms + math.sqrt(linear_ms**2 + 4 * self._pair_ms * self._room_ms)))
+
+
 class OutputForecast:
     """How much of `max_tokens` requests really use, so that admission need not reserve all of it.
 
-    A running request is expected to grow by `ratio x` what is left to it. The ratio follows ended requests, and jumps
-    up at a retraction (the forecast was too low), so that admission does not fill the pool into the next one.
+    A running request is expected to grow by `ratio x` what is left to it: what ended requests have used, times the
+    factor of conservativeness. A retraction says that this was too little, whatever the factor: caution grows with each
+    and wears off as requests end, and a request that was retracted itself comes back only with half of the rest
+    reserved, three quarters the next time, and so on. So a pool that is too small is filled too full once, not again
+    and again.
     """
 
     def __init__(self, conservativeness: float) -> None:
         self._conservativeness = conservativeness
         self._used = 0.7
+        self._caution = 0.0
 
-    @property
-    def ratio(self) -> float:
-        return min(1.0, self._used * self._conservativeness)
+    def ratio(self, retractions: int) -> float:
+        """Of the outputs that are left to the running, when one that was retracted so often asks to begin."""
+        return max(min(1.0, self._used * self._conservativeness), self._caution, 1.0 - 0.5**retractions)
 
     def ended(self, outputs: int, max_tokens: int) -> None:
         self._used += 0.05 * (outputs / max_tokens - self._used)
+        self._caution *= CAUTION_KEPT
 
     def retracted(self) -> None:
-        self._used = min(1.0, self._used + 0.15)
+        self._caution = min(1.0, self._caution + CAUTION_STEP)
 
 
 class LaunchClock:

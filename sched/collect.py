@@ -175,6 +175,7 @@ def _started(request: Request, page_tokens: int, page_bytes: int) -> Started:
         page_tokens=page_tokens,
         page_bytes=page_bytes,
         waited_ms=request.waited_ms,
+        waited_for=request.waited_for,
         saved_ms=request.saved_ms,
         saved_by=request.saved_by,
         prefetch_policy=request.prefetch_policy,

@@ -42,7 +42,7 @@ from headrace.kvcache.storage.client import ConnectStorage, StorageClient, Stora
 from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.wire import Backup, BackupDone, Forward, MakePools, Ready, Sample, Start, StepDone
 from headrace.sched.batch import encode
-from headrace.sched.budget import CopyPace, CostModel, LaunchClock
+from headrace.sched.budget import TARGET_STEP_MS, CopyPace, CostModel, LaunchClock, StepBudget
 from headrace.sched.cache_control import CacheControl
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.device import Device, EngineFailed
@@ -60,12 +60,15 @@ from headrace.sched.messages import (
     Submit,
     WaitCause,
 )
+from headrace.sched.policies import SchedulePolicy
 from headrace.sched.request import Request
 from headrace.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 WATCH_PERIOD_S: Final = 1.0
+ALARM_SLACK_S: Final = 1e-6
+"""A launch that is due so soon is due."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True):
@@ -100,6 +103,13 @@ class EngineOptions(msgspec.Struct, frozen=True):
     prefetch: PrefetchOptions = PrefetchOptions()
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
+    schedule_policy: SchedulePolicy = "least-work"
+    preempt_above: int | None = None
+    """A request whose priority is higher by more than this takes the place of one that runs; None: never."""
+    schedule_seed: int = 0
+    """Of the policy `random`."""
+    target_itl_ms: float = 0.0
+    """The longest gap between two decode steps that prefill should cause; 0 is `TARGET_STEP_MS`."""
     conservativeness: float = 1.0
     """Factor on the outputs that admission expects running requests still to produce."""
     step_timeout_s: float = 60.0
@@ -140,7 +150,9 @@ class Engine:
             start.max_context_tokens,
             options.conservativeness,
             lambda tokens, context: self._costs.prefill_ms(tokens, context),
-            self._loop.time,
+            options.schedule_policy,
+            options.preempt_above,
+            options.schedule_seed,
         )
         self._requests: dict[int, Request] = {}
         self._orders = 0
@@ -218,8 +230,8 @@ class Engine:
                 f"the prompt's {prompt_tokens} tokens and max_tokens {sampling.max_tokens} are {total} together; "
                 f"at most {self.max_context_tokens} fit"
             )
-        scheduler = self._scheduler
-        queued, queued_tokens = len(scheduler.waiting), scheduler.waiting_tokens
+        waiting = self._scheduler.waiting
+        queued, queued_tokens = len(waiting), waiting.tokens
         if queued >= self._options.max_queued_requests or (
             queued and queued_tokens + prompt_tokens > self._options.max_queued_tokens
         ):
@@ -235,15 +247,17 @@ class Engine:
             self._options.page_hash,
         )
         self._orders += 1
-        request = Request(submit, key, self._orders, self._loop.time())
-        if submit.deadline_ms > 0:
-            request.deadline = self._loop.call_later(submit.deadline_ms / 1e3, self._expire, submit.request)
+        now_s = self._loop.time()
+        request = Request(submit, key, self._orders, now_s)
+        for limit_ms, expire in ((submit.deadline_ms, self._expire), (submit.queue_deadline_ms, self._expire_queued)):
+            if limit_ms > 0:
+                request.deadlines.append(self._loop.call_later(limit_ms / 1e3, expire, submit.request))
         self._stop_ids[list(sampling.stop_ids)] = True
         self._requests[submit.request] = request
         self._prompt_tokens += prompt_tokens
         if sampling.prompt_logprobs < 0:
             request.prefetch = self._cache.prefetch(key, submit.prefetch_policy or None)
-        scheduler.enqueue(request)
+        self._scheduler.enqueue(request, now_s)
         self._wake.set()
 
     def namespace(self, adapter: str, salt: str) -> bytes:
@@ -278,7 +292,7 @@ class Engine:
             numerics=device.ready.numerics if device.ready else "",
             running=scheduler.running,
             waiting=len(scheduler.waiting),
-            waiting_tokens=scheduler.waiting_tokens,
+            waiting_tokens=scheduler.waiting.tokens,
             max_context_tokens=self.max_context_tokens,
             page_tokens=self._options.layout.page_tokens,
             pages_total=cache.total,
@@ -302,7 +316,7 @@ class Engine:
             page_bytes=page_bytes,
             waited_ms=dict(self._waited_ms),
             saved_ms=self._saved_ms,
-            prefill_budget_tokens=self._budget(1, 0),
+            prefill_budget_tokens=self._budget(1).tokens(0),
             last_step_age_ms=device.silent_s * 1e3 if self._in_flight else 0.0,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
@@ -386,7 +400,8 @@ class Engine:
         depth = 2 if self._options.overlap else 1
         while self._device.ready is not None and len(self._in_flight) < depth:
             at_s = self._clock.launch_at_s() if self._in_flight else 0.0
-            if at_s > self._loop.time():
+            # A clock of whole nanoseconds never reaches a float between two of them: the alarm would go off for ever.
+            if at_s > self._loop.time() + ALARM_SLACK_S:
                 if self._alarm is not None:
                     self._alarm.cancel()
                 self._alarm = self._loop.call_at(at_s, self._wake.set)
@@ -400,7 +415,7 @@ class Engine:
     def _launch(self) -> bool:
         """Prepare a batch and send it as the next step; False if nothing can run."""
         scheduler, now_s = self._scheduler, self._loop.time()
-        batch, stuck = scheduler.prepare(self._next_step, self._budget)
+        batch, stuck = scheduler.prepare(self._next_step, now_s, self._budget)
         for request in stuck:
             self._end(request, "error", "the KV pool has no page left for it; start with a larger --max-total-tokens")
         if batch is None:
@@ -478,13 +493,14 @@ class Engine:
                 self._waited_ms[cause] += part_ms
         self.sink(collected.deltas)
 
-    def _budget(self, decode_rows: int, context_tokens: int) -> int:
-        """Prefill tokens beside these decode rows: never none, so that prompts go on however long a decode step is."""
-        tokens = self._options.prefill_tokens
-        if not tokens:
-            measured = self._costs.prefill_tokens(decode_rows, context_tokens)
-            tokens = max(measured, self._options.layout.page_tokens)
-        return min(tokens, self._options.max_chunk_tokens)
+    def _budget(self, decode_rows: int) -> StepBudget:
+        """What a step beside these decode rows may hold."""
+        options = self._options
+        if options.prefill_tokens and not options.target_itl_ms:
+            return StepBudget(min(options.prefill_tokens, options.max_chunk_tokens))
+        most_tokens = min(options.prefill_tokens or options.max_chunk_tokens, options.max_chunk_tokens)
+        target_ms = options.target_itl_ms or TARGET_STEP_MS
+        return self._costs.budget(decode_rows, target_ms, most_tokens, options.layout.page_tokens)
 
     # ------------------------------------------------------------------------------------------------------------
     # Ends
@@ -508,8 +524,8 @@ class Engine:
 
     def _drop(self, request: Request) -> None:
         del self._requests[request.submit.request]
-        if isinstance(request.deadline, asyncio.TimerHandle):
-            request.deadline.cancel()
+        for deadline in request.deadlines:
+            deadline.cancel()
 
     def _tell_ends(self) -> None:
         if ends := self._pending_ends:
@@ -522,6 +538,12 @@ class Engine:
     def _expire(self, request: int) -> None:
         if found := self._requests.get(request):
             self._end(found, "timeout", f"the request did not end within {found.submit.deadline_ms:.0f} ms")
+
+    def _expire_queued(self, request: int) -> None:
+        found = self._requests.get(request)
+        if found is not None and not found.started:
+            limit_ms = found.submit.queue_deadline_ms
+            self._end(found, "queue_timeout", f"the request did not begin within {limit_ms:.0f} ms; try again later")
 
     def _outputs(self, request: Request) -> int:
         known = len(request.ids) if request.slot < 0 else int(self._scheduler.table.known[request.slot])

@@ -6,7 +6,7 @@ an integer handle that the server chooses and never uses twice.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -17,13 +17,16 @@ from headrace.ops.wire import F32, I32
 MAX_LOGIT_BIASES: Final = 1024
 """Entries of `logit_bias`, and ids of `stop_ids`, that one request may have."""
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "queue_timeout", "error"]
+"""`timeout`: not done in time; `queue_timeout`: not begun in time."""
+WaitedFor: TypeAlias = Literal["", "turn", "slot", "pages", "budget", "prefix", "storage"]
+"""What a request waited for before it began, the last thing of several: nothing; others before it; a slot
+(`--max-running-requests`); KV pages; room in a step; pages that another request was computing; pages from storage."""
 
-WaitCause: TypeAlias = Literal["queue", "prefix", "storage", "load", "prefill"]
-WAIT_CAUSES: Final[tuple[WaitCause, ...]] = ("queue", "prefix", "storage", "load", "prefill")
-"""What a request can wait for until its first id. `queue`: its turn, a slot, pages, the device. Its turn had come and
-it waited for pages that another was about to compute (`prefix`) or that storage was bringing (`storage`). `load`:
-copying host pages to the device, in its first step. `prefill`: the rest of the steps until its first id."""
+WaitCause: TypeAlias = Literal["turn", "slot", "pages", "budget", "prefix", "storage", "load", "prefill"]
+WAIT_CAUSES: Final[tuple[WaitCause, ...]] = get_args(WaitCause)
+"""What a request can wait for until its first id: the same, `turn` until it is first looked at; then `load`, copying
+host pages to the device in its first step, and `prefill`, the rest of the steps until its first id."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -66,11 +69,14 @@ class Submit(msgspec.Struct, frozen=True):
     adapter: str = ""
     """Part of a page's identity; no adapters yet."""
     priority: int = 0
+    """Higher goes first."""
     return_cached_details: bool = False
     prefetch_policy: Literal["", "best_effort", "wait_complete", "timeout", "adaptive"] = ""
     """"" is the server's."""
     deadline_ms: float = 0.0
     """Time after submission at which the request ends with "timeout"; 0 is none."""
+    queue_deadline_ms: float = 0.0
+    """Time after submission at which it ends with "queue_timeout" if it has not begun; 0 is none."""
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -110,6 +116,8 @@ class Started(msgspec.Struct, frozen=True):
     """See `kvcache.prefetch.Decision`."""
     prefetch_reason: str = ""
     """What the policy went by when it was last asked; "" if all had come before."""
+    waited_for: WaitedFor = ""
+    """What was in its way when it was last looked at before it began."""
 
     @property
     def first_token_ms(self) -> float:
@@ -119,7 +127,7 @@ class Started(msgspec.Struct, frozen=True):
     @property
     def queue_ms(self) -> float:
         """From submission to the launch of its first chunk."""
-        return self.waited_ms["queue"] + self.waited_ms["prefix"] + self.waited_ms["storage"]
+        return sum(part_ms for cause, part_ms in self.waited_ms.items() if cause not in ("load", "prefill"))
 
 
 class Finished(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ computes positions [computed, end); it samples when `end == extent`. While decod
 
 from __future__ import annotations
 
+import asyncio
 from enum import IntEnum
 
 import numpy as np
@@ -29,7 +30,7 @@ from headrace.kvcache.cache import Holding
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.prefetch import Prefetch
 from headrace.ops.wire import I32
-from headrace.sched.messages import WAIT_CAUSES, Submit, WaitCause
+from headrace.sched.messages import WAIT_CAUSES, Submit, WaitCause, WaitedFor
 
 
 class Stage(IntEnum):
@@ -50,10 +51,10 @@ class Request:
     """A submitted request until its end."""
 
     __slots__ = (
-        *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadline", "filling_from"),
-        *("filling_to", "holding", "ids", "key", "order", "prefetch", "prefetch_decision", "prefetch_policy"),
-        *("prefetch_reason", "prompt_logprobs_from", "retractions", "saved_by", "saved_ms", "slot", "stage", "submit"),
-        *("started", "waited_ms", "_waiting_since_s", "waits_for"),
+        *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadlines", "filling_from"),
+        *("filling_to", "holding", "ids", "key", "matched_tokens", "matched_version", "order", "place", "prefetch"),
+        *("prefetch_decision", "prefetch_policy", "prefetch_reason", "prompt_logprobs_from", "retractions", "saved_by"),
+        *("saved_ms", "slot", "stage", "started", "submit", "waited_for", "waited_ms", "waits_for", "_waiting_since_s"),
     )
 
     def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
@@ -80,7 +81,7 @@ class Request:
         """What computing its cached tokens would have taken, and the estimate's formula."""
         self.started = False
         """Its first chunk has been launched."""
-        self.waits_for: WaitCause | None = "queue"
+        self.waits_for: WaitCause | None = "turn"
         """What it waits for now; None from its first id on."""
         self.waited_ms: dict[WaitCause, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
         """What it waited for before, until its first id."""
@@ -88,7 +89,15 @@ class Request:
         self.prompt_logprobs_from = 1 if submit.sampling.prompt_logprobs >= 0 else len(submit.prompt_ids)
         """Prompt positions from here on still need their logprobs."""
         self.retractions = 0
-        self.deadline: object = None
+        self.matched_tokens = 0
+        """Of its known tokens, cached when the index had `matched_version`."""
+        self.matched_version = -1
+        self.place: tuple[int, bool, float, int] = (-submit.priority, True, 0.0, order)
+        """Among the waiting; `queue` keeps it."""
+        self.waited_for: WaitedFor = ""
+        """What kept it waiting when it was last looked at."""
+        self.deadlines: list[asyncio.TimerHandle] = []
+        """Timers to cancel at its end."""
 
     def wait_for(self, cause: WaitCause | None, now_s: float) -> None:
         """From now on it waits for something else: the ledger's parts follow each other without a gap, so that they
@@ -108,7 +117,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its place among the waiting: priority first, then the order of submission."""
+        """Who keeps its pages when not all can: priority first, then the order of submission."""
         return -self.submit.priority, self.order
 
 

@@ -2,23 +2,24 @@
 
 in     submitted requests; launched batches; ended requests
 out    a `ScheduleBatch`
-state  the waiting list, the prefilling list, retracted requests that still have steps in flight, the slot table
+state  the waiting queue, the prefilling list, retracted requests that still have steps in flight, the slot table
 owner  the engine, in plain functions between awaits
 ready  a batch is binding: its pages are taken, so it is launched in the same breath
 end    `end` gives everything of a request back, fenced by its last launched step
 
-The order of one step. 1. Every decoding request computes one token; one that needs a page and finds none free makes
-the request of lowest rank (the last submitted of the lowest priority) retract, so the first of the ranks always goes
-on. 2. Prompts in progress get chunks under the token budget, in the order of admission. 3. Waiting requests are
-admitted in rank order while budget, slots and pages last. One that would compute pages which a request in progress is
-about to compute waits for those instead: they are matchable as soon as that chunk is launched.
+The order of one step. 1. With preemption by priority: if the first of the waiting could run in the place of requests of
+much lower priority, those are retracted. 2. Every decoding request computes one token; one that needs a page and finds
+none free makes the request of lowest rank (the last submitted of the lowest priority) retract, so the first of the
+ranks always goes on. 3. Prompts in progress get chunks under the step's budget, in the order of admission. 4. Waiting
+requests are admitted in the order of the policy while budget, slots and pages last; the first that does not fit ends
+it, so that nothing small slips past it for ever. One that would compute pages which a request in progress is about to
+compute waits for those instead, and lets others by: they are matchable as soon as that chunk is launched.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -27,12 +28,14 @@ from headrace.kvcache.pool import Fence
 from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
 from headrace.sched.batch import Chunk, Moved, ScheduleBatch
-from headrace.sched.budget import OutputForecast
-from headrace.sched.messages import WaitCause
+from headrace.sched.budget import OutputForecast, StepBudget
+from headrace.sched.messages import WaitedFor
+from headrace.sched.policies import SchedulePolicy
+from headrace.sched.queue import WaitingQueue
 from headrace.sched.request import Request, SlotTable, Stage
 
-Budget = Callable[[int, int], int]
-"""(decode rows, context tokens) → prefill tokens that the step may hold beside them."""
+BudgetFor: TypeAlias = Callable[[int], StepBudget]
+"""Decode rows → what the step may hold beside them."""
 
 _MAX_PASSED_OVER: Final = 64
 """Waiting requests that one step looks past because their prefix is in progress elsewhere."""
@@ -49,14 +52,15 @@ class Scheduler:
         max_context_tokens: int,
         conservativeness: float,
         prefill_ms: PrefillMs = lambda tokens, context: 0.0,
-        clock: Callable[[], float] = lambda: 0.0,
+        policy: SchedulePolicy = "fcfs",
+        preempt_above: int | None = None,
+        seed: int = 0,
     ) -> None:
-        """`prefill_ms`: what computing so many tokens behind such a context would take now. `clock`: the time in
-        seconds, for the ledger of what requests wait for."""
+        """`prefill_ms`: what computing so many tokens behind such a context would take now. A request whose priority is
+        higher by more than `preempt_above` takes the place of another; None: never. `seed`: of the policy `random`."""
         self.cache = cache
         self.table = SlotTable(geometry.max_samples, max_context_tokens)
-        self.waiting: list[Request] = []
-        self.waiting_tokens = 0
+        self.waiting = WaitingQueue(policy, cache, prefill_ms, np.random.default_rng(seed))
         self.prefilling: list[Request] = []
         self.retracted: list[Request] = []
         self.retractions = 0
@@ -65,7 +69,9 @@ class Scheduler:
         self._page_tokens = cache.layout.page_tokens
         self._forecast = OutputForecast(conservativeness)
         self._prefill_ms = prefill_ms
-        self._clock = clock
+        self._preempt_above = preempt_above
+        self._now_s = 0.0
+        """Of the step that is being prepared."""
         self._filling: dict[bytes, int] = {}
         self._with_duplicates: list[Request] = []
         self._moved: list[Moved] = []
@@ -76,18 +82,17 @@ class Scheduler:
         """Requests with a slot."""
         return self.table.max_slots - self.table.free_slots
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: Request, now_s: float) -> None:
         """A new or retracted request waits."""
         request.stage = Stage.WAITING
-        insort(self.waiting, request, key=lambda other: other.rank)
-        self.waiting_tokens += len(request.ids)
+        request.waited_for = "turn" if len(self.waiting) else ""
+        self.waiting.add(request, now_s)
 
     def end(self, request: Request) -> None:
         """Give back whatever the request has, in whichever stage it is."""
         self._end_prefetch(request, None)
         if request.stage is Stage.WAITING:
             self.waiting.remove(request)
-            self.waiting_tokens -= len(request.ids)
         else:
             if request.holding is not None:
                 self._close(request)
@@ -101,22 +106,33 @@ class Scheduler:
             self.table.leave(request)
         request.stage = Stage.ENDED
 
-    def prepare(self, step: int, budget: Budget) -> tuple[ScheduleBatch | None, list[Request]]:
+    def prepare(self, step: int, now_s: float, budget_for: BudgetFor) -> tuple[ScheduleBatch | None, list[Request]]:
         """The batch that becomes `step`, or None if nothing can run now; and requests that can never go on and must be
         failed."""
         for request in [request for request in self.retracted if self._collected(request)]:
             self.retracted.remove(request)
             self.table.leave(request)
-            self.enqueue(request)
+            self.enqueue(request, now_s)
+        self._now_s = now_s
         self._repoint()
         stuck: list[Request] = []
+        if self.waiting:
+            self.waiting.begin_step(now_s)
+        urgent = self._urgent()
+        if urgent is not None:
+            self._make_room(urgent)
         batch = self._decode(stuck)
-        context = int(self.table.computed[self.prefilling[0].slot]) if self.prefilling else 0
-        left = budget(len(batch.decode), context)
+        budget = budget_for(len(batch.decode))
+        # Prompts that the first of the waiting outranks by enough to preempt them get what it leaves of the step.
+        later = [request for request in self.prefilling if urgent is not None and self._outranks(urgent, request)]
         for request in self.prefilling:
-            if left > 0:
-                left -= self._add_chunk(batch, request, left)
-        self._admit(batch, step, left)
+            if request not in later:
+                self._add_chunk(batch, request, budget)
+        if later:
+            self._admit(batch, step, budget, above=max(request.submit.priority for request in later))
+            for request in later:
+                self._add_chunk(batch, request, budget)
+        self._admit(batch, step, budget)
         return (batch if len(batch.decode) or batch.chunks else None), stuck
 
     def launched(self, batch: ScheduleBatch, step: int) -> None:
@@ -158,7 +174,7 @@ class Scheduler:
             self.prefilling.remove(request)
         request.stage = Stage.RETRACTED
         request.retractions += 1
-        request.wait_for("queue", self._clock())
+        request.wait_for("turn", self._now_s)
         self.table.decoding[request.slot] = False
         self.table.published[request.slot] = _NOT_PUBLISHING
         self.retracted.append(request)
@@ -180,9 +196,8 @@ class Scheduler:
         """Raise AssertionError unless slots, pages and lists agree (invariants 1 and 2)."""
         self.table.check()
         self.cache.check_integrity()
-        assert self.waiting_tokens == sum(len(request.ids) for request in self.waiting)
-        ranks = [request.rank for request in self.waiting]
-        assert ranks == sorted(ranks)
+        self.waiting.check()
+        assert all(request.stage is Stage.WAITING for request in self.waiting)
         bound = [request for request in self.table.requests if request is not None]
         holding = [request for request in bound if request.holding is not None]
         assert len(holding) == self.cache.stats().holdings
@@ -236,51 +251,96 @@ class Scheduler:
             if (owner := requests[moved.slot]) is not None and owner.holding is moved.holding
         ]
 
-    def _admit(self, batch: ScheduleBatch, step: int, left: int) -> None:
-        """Give slots and pages to waiting requests, in rank order, until something runs out."""
-        at = 0
-        while left > 0 and at < min(len(self.waiting), _MAX_PASSED_OVER) and self.table.free_slots:
-            request = self.waiting[at]
-            cause = self._waits_for(request)
-            request.wait_for(cause, self._clock())
-            if cause != "queue":
-                at += 1
-                continue
-            tokens = self._try_admit(batch, request, step, left)
-            if not tokens:
-                return
-            del self.waiting[at]
-            self.waiting_tokens -= len(request.ids)
-            left -= tokens
+    def _urgent(self) -> Request | None:
+        """The first of the waiting, if it may preempt and could begin but for others."""
+        if self._preempt_above is None or (first := self.waiting.candidate(0)) is None:
+            return None
+        return None if self._waits_for_storage(first) or self._is_being_filled(first) else first
 
-    def _try_admit(self, batch: ScheduleBatch, request: Request, step: int, left: int) -> int:
+    def _outranks(self, urgent: Request, other: Request) -> bool:
+        assert self._preempt_above is not None
+        return urgent.submit.priority - other.submit.priority > self._preempt_above
+
+    def _make_room(self, urgent: Request) -> None:
+        """Retract requests that `urgent` outranks, those of lowest rank first, if that is what lets it begin."""
+        if self.retracted:
+            # Slots and pages are on their way back already.
+            return
+        cache, slots, leaving = self.cache, self.table.free_slots, list[Request]()
+        # What it matches is not room for it: with that leased, the sums are those of its admission.
+        holding = self._open(urgent)
+        missing, room = cache.layout.pages(len(urgent.ids)) - holding.count, cache.available_pages
+        fits = slots > 0 and missing + self._reserve(urgent) <= room
+        for request in sorted(self._with_pages(), key=lambda request: request.rank, reverse=True):
+            if fits or not self._outranks(urgent, request):
+                break
+            assert request.holding is not None
+            leaving.append(request)
+            slots, room = slots + 1, room + cache.returned_by(request.holding)
+            fits = missing + self._reserve(urgent, leaving) <= room
+        cache.close(holding, Fence())
+        if fits:
+            for request in leaving:
+                self.retract(request)
+
+    def _admit(self, batch: ScheduleBatch, step: int, budget: StepBudget, above: int | None = None) -> None:
+        """Give slots and pages to waiting requests, in the order of the policy, until something runs out; with `above`
+        only to those of a higher priority."""
+        at = 0
+        while at < _MAX_PASSED_OVER and (request := self.waiting.candidate(at)) is not None:
+            if above is not None and request.submit.priority <= above:
+                return
+            obstacle = self._try_admit(batch, request, step, budget)
+            if obstacle:
+                request.waited_for = obstacle
+                request.wait_for(obstacle, self._now_s)
+                if obstacle not in ("prefix", "storage"):
+                    return
+                at += 1
+
+    def _try_admit(self, batch: ScheduleBatch, request: Request, step: int, budget: StepBudget) -> WaitedFor:
         """Admit a request with pages for all its known tokens, if the pool can spare them beside what the running
-        ones are expected to need; tokens of its first chunk, 0 if it has to wait."""
+        ones are expected to need; what is in its way, or ""."""
         cache, needed = self.cache, self.cache.layout.pages(len(request.ids))
-        holding = cache.open(request.key, request.limit_tokens, request.prompt_logprobs_from >= request.prompt_tokens)
+        if not self.table.free_slots:
+            return "slot"
+        if self._is_being_filled(request):
+            return "prefix"
+        if not budget.tokens(0):
+            return "budget"
+        if self._waits_for_storage(request):
+            return "storage"
+        holding = self._open(request)
         missing = needed - holding.count
         pages = cache.take(missing) if missing + self._reserve(request) <= cache.available_pages else None
         if pages is None:
             cache.close(holding, Fence())
-            return 0
-        tokens = self._add_chunk(batch, request, left, holding, needed)
-        if not tokens:
-            # The ring slot is full; whoever is alone in a batch always fits.
+            return "pages"
+        if not self._add_chunk(batch, request, budget, holding, needed):
+            # The step or its ring slot is full; whoever is alone in a batch always fits.
             cache.append(holding, pages)
             cache.close(holding, Fence())
-            return 0
+            return "budget"
         cache.load(holding, pages, step)
+        self.waiting.remove(request)
         self._enter(request, holding)
-        return tokens
+        return ""
 
-    def _reserve(self, request: Request) -> int:
-        """Pages that admission leaves for the outputs of those that run, and of this request beside them."""
-        if self.cache.stats().holdings == 1:
-            return 0
+    def _open(self, request: Request) -> Holding:
+        match = request.prompt_logprobs_from >= request.prompt_tokens
+        return self.cache.open(request.key, request.limit_tokens, match)
+
+    def _reserve(self, request: Request, leaving: Sequence[Request] = ()) -> int:
+        """Pages that admission leaves for the outputs of those that run, but for those leaving, and of this request
+        beside them."""
         active = np.flatnonzero(self.table.held)
+        if len(active) == len(leaving):
+            return 0
         growth = int((self.table.limit[active] - self.table.extent[active]).sum())
+        for other in leaving:
+            growth -= int(self.table.limit[other.slot] - self.table.extent[other.slot])
         growth += request.limit_tokens - len(request.ids)
-        return int(self._forecast.ratio * growth) // self._page_tokens
+        return int(self._forecast.ratio(request.retractions) * growth) // self._page_tokens
 
     def _enter(self, request: Request, holding: Holding) -> None:
         self.table.enter(request, holding, self._page_tokens)
@@ -297,18 +357,18 @@ class Scheduler:
             self._filling[page_hash] = self._filling.get(page_hash, 0) + 1
 
     def _add_chunk(
-        self, batch: ScheduleBatch, request: Request, left: int, enters: Holding | None = None, pages: int = 0
-    ) -> int:
-        """Add the request's next chunk of at most `left` tokens; its size, 0 if the batch has no room for it."""
+        self, batch: ScheduleBatch, request: Request, budget: StepBudget, enters: Holding | None = None, pages: int = 0
+    ) -> bool:
+        """Add the request's next chunk, as large as the step allows; whether there was room for any."""
         if enters is not None:
             start, known = enters.matched_pages * self._page_tokens, len(request.ids)
         else:
             start, known = int(self.table.computed[request.slot]), int(self.table.known[request.slot])
-        end = min(known, start + left)
+        end = min(known, start + budget.tokens(start))
         if request.prompt_logprobs_from < request.prompt_tokens:
             end = min(end, start + self._geometry.max_wants - batch.counts.wants)
-            if end <= start:
-                return 0
+        if end <= start:
+            return False
         chunk = Chunk(
             request=request,
             start=start,
@@ -317,19 +377,25 @@ class Scheduler:
             wants_from=max(request.prompt_logprobs_from, start + 1),
             wants_to=min(request.prompt_tokens, end + 1),
         )
-        return chunk.tokens if batch.add(chunk, self._geometry.max_batch_bytes, enters, pages) else 0
+        if not batch.add(chunk, self._geometry.max_batch_bytes, enters, pages):
+            return False
+        budget.spend(chunk.tokens, start)
+        return True
 
-    def _waits_for(self, request: Request) -> WaitCause:
-        """What a request whose turn it is has to wait for; "queue" if for nothing but room."""
-        if request.prefetch is not None and self.cache.waits(request.prefetch, self._prefill_ms):
-            return "storage"
-        return "prefix" if self._is_being_filled(request) else "queue"
+    def _waits_for_storage(self, request: Request) -> bool:
+        return request.prefetch is not None and self.cache.waits(request.prefetch, self._prefill_ms)
 
     def _is_being_filled(self, request: Request) -> bool:
         """Whether the first page that this request would compute is about to be computed for another."""
         if not self._filling or request.prompt_logprobs_from < request.prompt_tokens:
             return False
-        page = self.cache.peek(request.key) // self._page_tokens
+        # A page that was missing at the last look and is still in progress is missing now: no need to look again.
+        if self._is_filling(request, request.matched_tokens // self._page_tokens):
+            return True
+        self.waiting.look(request)
+        return self._is_filling(request, request.matched_tokens // self._page_tokens)
+
+    def _is_filling(self, request: Request, page: int) -> bool:
         if page >= (len(request.ids) - 1) // self._page_tokens:
             return False
         return request.key.page_hashes(page + 1)[page] in self._filling

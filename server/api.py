@@ -11,7 +11,7 @@ end    with the server
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, TypeVar, cast
+from typing import Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -32,6 +32,7 @@ from headrace.server.text import TextService
 DEFAULT_MODEL_NAME: Final = "default"
 
 T = TypeVar("T", bound=msgspec.Struct)
+Priorities: TypeAlias = Literal["high first", "low first", "ignored", "refused"]
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +42,14 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     max_running_requests: int
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    priorities: Priorities = "ignored"
+    """What a request's `priority` does."""
     api_keys: tuple[str, ...] = ()
     admin_api_key: str | None = None
     request_timeout_s: float = 0.0
-    """0 is none."""
+    queue_timeout_s: float = 0.0
+    """0 is none, for both."""
     max_body_bytes: int = 16 << 20
     """Decoding takes 1 ms per MB of text, on the loop; values are limited by their number (`body.MAX_PARTS`)."""
     stall_s: float = 60.0
@@ -65,7 +70,7 @@ class Api:
         self.metrics = Metrics(engine.status)
         self.emitter = Emitter(engine, self.metrics)
         engine.sink = self.emitter.sink
-        self.running = Running(engine, self.emitter, settings.max_queued_requests)
+        self.running = Running(engine, self.emitter, settings.max_queued_requests, settings.max_queued_tokens)
         self.readiness = Readiness(engine.status)
         self.in_flight = InFlight(self.metrics.in_flight)
         self.keys = Keys(settings.api_keys, settings.admin_api_key)
@@ -136,16 +141,31 @@ class Api:
 
     def terms(self, fields: GenerationFields, request: web.Request) -> Terms:
         """What holds for a request as a whole. Raises ApiError 400."""
-        own_s, asked_s = self.settings.request_timeout_s, fields.timeout_s
-        limits = [limit_s for limit_s in (own_s, asked_s) if limit_s]
         salts = [salt for salt in (self.keys.salt(request), fields.cache_salt) if salt]
         return Terms(
             cache_salt=":".join(salts),
-            priority=fields.priority or 0,
+            priority=self._priority(fields.priority),
             return_cached_details=bool(fields.return_cached_tokens_details),
             prefetch_policy=prefetch_policy(fields.prefetch_policy),
-            deadline_ms=min(limits) * 1000 if limits else 0.0,
+            deadline_ms=_shorter_ms(self.settings.request_timeout_s, fields.timeout_s),
+            queue_deadline_ms=_shorter_ms(self.settings.queue_timeout_s, fields.queue_timeout_s),
         )
+
+    def _priority(self, asked: int | None) -> int:
+        """The engine's, where higher goes first. Raises ApiError 400."""
+        match self.settings.priorities:
+            case "high first":
+                return asked or 0
+            case "low first":
+                return -(asked or 0)
+            case "refused" if asked:
+                raise bad_request(
+                    "`priority` means nothing here: start the server with --enable-priority-scheduling, or leave it "
+                    "out.",
+                    "priority",
+                    "unsupported_parameter",
+                )
+        return 0
 
     async def body(self, request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
         """A request's body, decoded. Raises ApiError."""
@@ -153,6 +173,12 @@ class Api:
         data = await read_body(request, self.settings.max_body_bytes, grow)
         await check_parts(data, cast("type[msgspec.Struct]", decoder.type))
         return decode(data, decoder)
+
+
+def _shorter_ms(own_s: float, asked_s: float | None) -> float:
+    """The server's limit or the request's, whichever is shorter; 0 where neither has one."""
+    limits = [limit_s for limit_s in (own_s, asked_s) if limit_s]
+    return min(limits) * 1000 if limits else 0.0
 
 
 API: Final = web.AppKey("api", Api)

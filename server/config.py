@@ -63,7 +63,7 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 Device: TypeAlias = Literal["auto", "cpu"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Quantization: TypeAlias = Literal["none"]
-SchedulePolicy: TypeAlias = Literal["fcfs"]
+SchedulePolicy: TypeAlias = Literal["least-work", "fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
@@ -83,6 +83,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "admin_api_key": _KEY,
     "log_level": _one_of(LogLevel),
     "request_timeout_s": _seconds(0, 1e6, "0: no limit"),
+    "queue_timeout_s": _seconds(0, 1e6, "0: no limit"),
     "drain_timeout_s": _seconds(0, 3600),
     "device": _one_of(Device),
     "dtype": _one_of(Dtype),
@@ -122,6 +123,14 @@ RULES: Final[Mapping[str, Rule]] = {
         lambda value: type(value) is int and (value == -1 or 1 <= value <= 65536),
     ),
     "schedule_policy": _one_of(SchedulePolicy),
+    "enable_priority_scheduling": _SWITCH,
+    "schedule_low_priority_values_first": _SWITCH,
+    "priority_scheduling_preemption_threshold": _whole(0, (1 << 32) - 1),
+    "disable_priority_preemption": _SWITCH,
+    "abort_on_priority_when_disabled": _SWITCH,
+    "target_itl_ms": Rule(
+        float, "ms from 1 to 10000", lambda value: type(value) in (int, float) and 1 <= value <= 10_000
+    ),
     "schedule_conservativeness": Rule(
         float, "a factor from 0.1 to 10", lambda value: type(value) in (int, float) and 0.1 <= value <= 10
     ),
@@ -152,6 +161,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     admin_api_key: str | None = None
     log_level: LogLevel = "info"
     request_timeout_s: float = 3600.0
+    queue_timeout_s: float = 0.0
     drain_timeout_s: float = 30.0
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -176,7 +186,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 512
     max_queued_tokens: int | None = None
     chunked_prefill_size: int | None = None
-    schedule_policy: SchedulePolicy = "fcfs"
+    target_itl_ms: float | None = None
+    schedule_policy: SchedulePolicy = "least-work"
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    priority_scheduling_preemption_threshold: int = 10
+    disable_priority_preemption: bool = False
+    abort_on_priority_when_disabled: bool = False
     schedule_conservativeness: float = 1.0
     disable_overlap_schedule: bool = False
     disable_radix_cache: bool = False
@@ -216,12 +232,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def warnings(self) -> list[str]:
         """Choices that are allowed, and that the user should know of."""
+        warnings: list[str] = []
         if self.exposed and self.api_key is None:
-            return [
+            warnings.append(
                 f"--host {self.host} lets other machines use this server, and without a key anyone who reaches it can. "
                 "Set --api-key, or keep --host 127.0.0.1."
-            ]
-        return []
+            )
+        if not self.enable_priority_scheduling:
+            for field in ("schedule_low_priority_values_first", "disable_priority_preemption"):
+                if getattr(self, field):
+                    warnings.append(f"{flag_of(field)} does nothing without --enable-priority-scheduling.")
+        return warnings
+
+    @property
+    def preempt_above(self) -> int | None:
+        """By how much a priority must be exceeded to be preempted; None: never."""
+        preempts = self.enable_priority_scheduling and not self.disable_priority_preemption
+        return self.priority_scheduling_preemption_threshold if preempts else None
 
     def public(self) -> dict[str, Any]:
         """Field by field, fit for logs and `/server_info`: a key shows only that it is set."""
@@ -277,6 +304,11 @@ def _check_together(settings: Settings) -> None:
         raise BadSetting(
             f"A prompt as long as --context-length {context} could never wait under --max-queued-tokens "
             f"{settings.max_queued_tokens}: give --max-queued-tokens {context} or more, or a shorter context."
+        )
+    if settings.target_itl_ms is not None and settings.skip_server_warmup:
+        raise BadSetting(
+            "--target-itl-ms needs what the warm-up measures: leave out --skip-server-warmup, or fix the tokens of a "
+            "step with --chunked-prefill-size."
         )
     if settings.admin_api_key is not None and settings.admin_api_key == settings.api_key:
         raise BadSetting("--admin-api-key is the same as --api-key: give another, or leave it out.")

@@ -15,6 +15,7 @@ STATUS_ABORTED: Final = 499
 """Not in the registry of HTTP statuses, but what proxies and servers use for "ended by the client's side"."""
 
 DRAINING_RETRY_AFTER_S: Final = 10
+QUEUE_RETRY_AFTER_S: Final = 5
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -158,6 +159,11 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
     return ApiError(
         503, message, kind="overloaded_error", code="overloaded", headers={"Retry-After": str(max(1, retry_after_s))}
     )
+
+
+def not_begun(message: str) -> ApiError:
+    """It waited for its start as long as it may. Nothing was computed: it may be sent again, here or elsewhere."""
+    return overloaded(message, QUEUE_RETRY_AFTER_S)
 
 
 def deadline_exceeded(message: str) -> ApiError:

@@ -108,7 +108,8 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
         Flag(
             "max_queued_tokens",
             "TOKENS",
-            "Prompt tokens that may wait; more are answered 503. Default: 262144, or one context if that is longer.",
+            "Prompt tokens that may wait; more are answered 503, but for one request alone. "
+            "Default: 262144, or one context if that is longer.",
         ),
         Flag(
             "chunked_prefill_size",
@@ -116,7 +117,26 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
             "Prompt tokens computed in one step; -1 takes whole prompts. "
             "Default: measured at start, so that a step takes under 200 ms.",
         ),
-        Flag("schedule_policy", "POLICY", "Order in which waiting requests start."),
+        Flag(
+            "target_itl_ms",
+            "MS",
+            "Longest gap between two tokens of a stream that the prompts of others should cause; their chunks are cut "
+            "to fit. Default: 200, or as --chunked-prefill-size gives.",
+        ),
+        Flag("schedule_policy", "POLICY", "Order in which waiting requests start (docs/scheduling.md)."),
+        Flag(
+            "enable_priority_scheduling",
+            "",
+            "Let requests with a higher `priority` start first; else the field is ignored.",
+        ),
+        Flag("schedule_low_priority_values_first", "", "Lower values of `priority` start first instead."),
+        Flag(
+            "priority_scheduling_preemption_threshold",
+            "DIFFERENCE",
+            "A request takes the place of a running one whose priority is lower by more than this.",
+        ),
+        Flag("disable_priority_preemption", "", "Priorities order the queue, and running requests stay."),
+        Flag("abort_on_priority_when_disabled", "", "Refuse `priority` instead, without --enable-priority-scheduling."),
         Flag(
             "schedule_conservativeness",
             "FACTOR",
@@ -124,7 +144,8 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
             "more preempts less, less runs more at once.",
         ),
         Flag("disable_overlap_schedule", "", "Prepare a step only when the one before has ended: slower, same output."),
-        Flag("request_timeout_s", "SECONDS", "End a request this long after it came; 0 never does."),
+        Flag("request_timeout_s", "SECONDS", "End a request this long after it came (504); 0 never does."),
+        Flag("queue_timeout_s", "SECONDS", "End a request that has not begun by then (503); 0 never does."),
     ),
     "start, logs, end": (
         Flag("skip_server_warmup", "", "Be ready sooner, with a slow first request and a guessed prefill chunk."),
@@ -271,6 +292,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     "--enable-cache-report": "cached tokens are always reported; leave the flag out.",
     "--allow-auto-truncate": "a prompt that is too long is refused with both lengths, nothing is cut unseen.",
     "--skip-warmup": "use --skip-server-warmup.",
+    "--default-priority-value": "a request without `priority` has 0.",
     "--random-seed": "a seed belongs to a request: `seed` in its body.",
     # llama-server
     "-m": "use --model-path MODEL.",

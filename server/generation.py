@@ -52,6 +52,7 @@ class Terms(msgspec.Struct, frozen=True):
     prefetch_policy: PrefetchPolicy | Literal[""] = ""
     """"" is the server's."""
     deadline_ms: float = 0.0
+    queue_deadline_ms: float = 0.0
 
 
 class Generation:
@@ -90,6 +91,14 @@ class Generation:
                 "n",
                 "invalid_value",
             )
+        tokens, most = sum(job.n * len(job.ids) for job in jobs), self._running.max_queued_tokens
+        if count > 1 and tokens > most:
+            raise bad_request(
+                f"The request's prompts have {tokens} tokens, each counted `n` times, but only {most} may wait at a "
+                "time here (--max-queued-tokens). Send fewer in one request.",
+                "n",
+                "invalid_value",
+            )
         group = StreamGroup(count, eager=eager, max_pending_bytes=max_pending_bytes, keep_ids=keep_ids)
         choices = [(job, choice) for job in jobs for choice in range(job.n)]
         try:
@@ -124,11 +133,13 @@ class Generation:
 class Running:
     """The requests that are being answered, by id."""
 
-    def __init__(self, engine: EngineApi, emitter: Emitter, max_queued: int) -> None:
+    def __init__(self, engine: EngineApi, emitter: Emitter, max_queued: int, max_queued_tokens: int) -> None:
         self.engine = engine
         self.emitter = emitter
         self.max_queued = max_queued
-        """Choices that the engine lets wait: a request that has more could never be submitted."""
+        self.max_queued_tokens = max_queued_tokens
+        """Choices, and their prompts' tokens, that the engine lets wait: a request that has more could never be
+        submitted. One choice alone may have more tokens."""
         self._generations: dict[str, Generation] = {}
         self._last_handle = 0
 
@@ -182,4 +193,5 @@ def _message(handle: int, job: PromptJob, choice: int, terms: Terms) -> Submit:
         return_cached_details=terms.return_cached_details,
         prefetch_policy=terms.prefetch_policy,
         deadline_ms=terms.deadline_ms,
+        queue_deadline_ms=terms.queue_deadline_ms,
     )

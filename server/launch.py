@@ -29,7 +29,7 @@ from headrace.sched.batch import max_batch_bytes
 from headrace.sched.engine import Engine, EngineOptions
 from headrace.sched.executors.protocol import DeviceUnavailable
 from headrace.sched.executors.worker_process import WorkerProcess
-from headrace.server.api import Api, ApiSettings
+from headrace.server.api import Api, ApiSettings, Priorities
 from headrace.server.config import BadSetting, Settings
 from headrace.server.fingerprint import model_fingerprint
 from headrace.server.hardware import read_hardware
@@ -148,6 +148,9 @@ def engine_options(
         prefetch=tiers.prefetch,
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=plan.max_queued_tokens,
+        schedule_policy=settings.schedule_policy,
+        preempt_above=settings.preempt_above,
+        target_itl_ms=settings.target_itl_ms or 0.0,
         conservativeness=settings.schedule_conservativeness,
         step_timeout_s=settings.watchdog_timeout,
     )
@@ -204,6 +207,12 @@ async def _serve(
     )
 
 
+def _priorities(settings: Settings) -> Priorities:
+    if settings.enable_priority_scheduling:
+        return "low first" if settings.schedule_low_priority_values_first else "high first"
+    return "refused" if settings.abort_on_priority_when_disabled else "ignored"
+
+
 def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSettings:
     decided = {"dtype": plan.dtype, "cpu_threads": plan.cpu_threads, "max_total_tokens": plan.pool_tokens}
     decided |= {"host_tier_bytes": tiers.host_bytes}
@@ -212,9 +221,12 @@ def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiS
         host=settings.host,
         max_running_requests=plan.max_running_requests,
         max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=plan.max_queued_tokens,
+        priorities=_priorities(settings),
         api_keys=(settings.api_key,) if settings.api_key else (),
         admin_api_key=settings.admin_api_key,
         request_timeout_s=settings.request_timeout_s,
+        queue_timeout_s=settings.queue_timeout_s,
         storage_backend=tiers.storage.backend if tiers.storage is not None else None,
         created_unix_s=int(time.time()),
         public=settings.public() | decided,

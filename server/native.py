@@ -71,6 +71,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     prefetch_policy: str | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    queue_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     model: str | None = None
 
     # Refused unless null or false.
@@ -201,6 +202,7 @@ def _terms_of(body: GenerateRequest) -> GenerationFields:
         cache_salt=body.cache_salt,
         prefetch_policy=body.prefetch_policy,
         timeout_s=body.timeout_s,
+        queue_timeout_s=body.queue_timeout_s,
         return_cached_tokens_details=body.return_cached_tokens_details,
     )
 

@@ -84,6 +84,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     prefetch_policy: str | None = None
     """See `prefetch_policy`."""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    queue_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
 

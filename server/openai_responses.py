@@ -8,9 +8,9 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.sched.messages import PromptLogprobs, Started, WaitCause
+from headrace.sched.messages import PromptLogprobs, Started, WaitCause, WaitedFor
 from headrace.server.detokenizer import Detokenizer
-from headrace.server.errors import ApiError, aborted, deadline_exceeded, draining, engine_error
+from headrace.server.errors import ApiError, aborted, deadline_exceeded, draining, engine_error, not_begun
 from headrace.server.output_text import finite
 from headrace.server.slices import converted
 from headrace.server.streams import ChoiceStream, Finish, TokenScore
@@ -51,6 +51,8 @@ class StartLedger(msgspec.Struct, frozen=True):
     bytes: ByTier
     waited_ms: dict[WaitCause, float]
     """What it waited for from submission to its first token, on the engine's clock."""
+    waited_for: WaitedFor
+    """The last thing that it waited for before its first step."""
     first_token_ms: float
     """The sum of `waited_ms`."""
     saved_ms: float
@@ -189,12 +191,14 @@ class ModelList(msgspec.Struct, frozen=True):
 _FAILURES: Final = {
     "abort": aborted,
     "timeout": deadline_exceeded,
+    "queue_timeout": not_begun,
     "error": engine_error,
     "draining": draining,
 }
 _DEFAULT_MESSAGES: Final = {
     "abort": "The request was aborted.",
     "timeout": "The request did not finish within its time limit.",
+    "queue_timeout": "The request did not begin within its time limit.",
     "error": "The engine could not finish the request.",
     "draining": "The server is stopping.",
 }
@@ -230,6 +234,7 @@ def _ledger_of(started: Started) -> StartLedger:
         pages=ByTier(*pages),
         bytes=ByTier(*(part * started.page_bytes for part in pages)),
         waited_ms=waited_ms,
+        waited_for=started.waited_for,
         first_token_ms=round(sum(waited_ms.values()), 3),
         saved_ms=round(started.saved_ms, 3),
         saved_by=started.saved_by,

@@ -29,6 +29,7 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.registry import load_model
 from headrace.ops.sampler import Sampler
 from headrace.ops.step import StepRunner
+from headrace.ops.streams import cpu_streams
 from headrace.ops.warm_up import StepProbe, StepShape
 from headrace.ops.wire import Backup, GroupShape
 from headrace.sched.budget import CopyPace
@@ -94,7 +95,7 @@ def measure(model: str, dtype: str, seconds: float) -> tuple[float, list[Speed],
     buffer = mmap.mmap(-1, pages * page_bytes)
     buffer.write(bytes(len(buffer)))
     host = HostPages(buffer, page_bytes, DTYPES[dtype])
-    runner = StepRunner(loaded, [pool], Sampler(max(STREAMS), config.vocab_size), host)
+    runner = StepRunner(loaded, [pool], Sampler(max(STREAMS), config.vocab_size), host, cpu_streams())
     probe = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
     speeds = [_speed(probe, dtype, shape, seconds) for shape in SHAPES]
     copies = [_copies(runner, probe, dtype, f"{size >> 20} MiB", page_bytes, pages, seconds) for size in COPIES]
@@ -116,7 +117,9 @@ def _copies(
         probe.run(shape)
         device, to = rng.sample(range(num_pages), count), rng.sample(range(num_pages), count)
         began = time.process_time()
-        times_ms.append(runner.back_up(Backup(1, 0, device, to)))
+        backup = runner.back_up(Backup(1, 0, device, to))
+        backup.done.query()
+        times_ms.append(backup.copy.spent_ms)
         cpu_ms.append((time.process_time() - began) * 1e3)
         sizes.append(count)
         pace.observe(count, times_ms[-1])

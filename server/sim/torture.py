@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from typing import get_args
 
 import msgspec
 
 from headrace.kvcache.prefetch import PrefetchOptions, PrefetchPolicy
 from headrace.sched.cache_control import PinRefused
 from headrace.sched.messages import NeverFits, Overloaded
+from headrace.sched.policies import SchedulePolicy
 from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.virtual_loop import run
 from headrace.server.sim.world import VOCAB, Watched, World, WorldShape
@@ -78,7 +80,13 @@ def random_shape(rng: random.Random) -> WorldShape:
 
 async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
     rng = random.Random(seed)
-    async with World(seed, random_shape(rng), check_every_step) as world:
+    shape, policies = random_shape(rng), random.Random(seed)
+    shape = msgspec.structs.replace(
+        shape,
+        schedule_policy=policies.choice(get_args(SchedulePolicy)),
+        preempt_above=policies.choice((None, 0, 2)),
+    )
+    async with World(seed, shape, check_every_step) as world:
         schedule = _Schedule(world, rng, seed)
         faults = rng.choice((0.0, 0.0, 0.03))
         await asyncio.sleep(world.shape.start_ms / 1e3 + 0.1)
@@ -120,6 +128,7 @@ class _Schedule:
         self._pins: list[str] = []
         self._controls = random.Random(seed)
         """Of its own: with a seed, requests and faults come as they would without pins."""
+        self._priorities = random.Random(seed)
         self._world = world
         self._rng = rng
         self._loop = asyncio.get_running_loop()
@@ -137,8 +146,9 @@ class _Schedule:
             sampling["prompt_logprobs"] = 0
         if rng.random() < 0.2:
             sampling |= {"repetition_penalty": 1.1, "logit_bias": [(1, 0.5)]}
+        priority = self._priorities.choice((0, 0, 0, 1, 3))
         try:
-            watched = world.submit(prompt, outputs, salt=rng.choice(("", "", "s")), **sampling)
+            watched = world.submit(prompt, outputs, salt=rng.choice(("", "", "s")), priority=priority, **sampling)
         except (Overloaded, NeverFits):
             self.refused += 1
             return

@@ -30,9 +30,11 @@ from headrace.ops.wire import (
     BatchRing,
     Forward,
     GroupShape,
+    Reply,
     RingGeometry,
     Start,
     StepCost,
+    StepDone,
     command_decoder,
     encoder,
 )
@@ -40,6 +42,7 @@ from headrace.sched.batch import max_batch_bytes
 from headrace.sched.engine import Engine, EngineOptions
 from headrace.sched.executors.oracle import OracleDevice, expected, prompt_logprob_at
 from headrace.sched.messages import Finished, PromptLogprobs, SamplingParams, Started, StepDeltas, Submit
+from headrace.sched.policies import SchedulePolicy
 from headrace.server.sim.storage import LastingStore, SimAgent, StorageTimes
 from headrace.server.sim.trace import Trace
 from headrace.server.sim.transport import Faults, SimLink, SimServer
@@ -66,6 +69,9 @@ class WorldShape(msgspec.Struct, frozen=True):
     max_queued_requests: int = 64
     max_queued_tokens: int = 1 << 16
     conservativeness: float = 1.0
+    schedule_policy: SchedulePolicy = "least-work"
+    preempt_above: int | None = None
+    target_itl_ms: float = 0.0
     host_pages: int = 0
     write_policy: WritePolicy = "write_through"
     storage_pages: int = 0
@@ -113,12 +119,13 @@ class _SimConnection:
         self._link = SimLink(rng, loop, world._delay_ns, far=faults, trace=world.trace, name=f"device{world.lives}")
         self.ring = BatchRing(bytearray(world.geometry.size_bytes), world.geometry)
         self.server = SimServer(loop, self._link.far, self._cost_ns)
-        reply = lambda reply: self.server.reply(encoder.encode(reply))  # noqa: E731
+        self._step_ms = 0.0
+        """What the last `Forward` took, where the engine was told what to expect."""
         costs = [
             StepCost(1, 0, 0, shape.forward_us / 1e3),
             StepCost(0, 100, 0, (shape.forward_us + 100 * shape.token_us) / 1e3),
         ]
-        device = OracleDevice(self.ring, reply, VOCAB, costs if shape.token_us else (), world.host_pool)
+        device = OracleDevice(self.ring, self._reply, VOCAB, costs if shape.token_us else (), world.host_pool)
         self.server.serve(lambda message: device.handle(command_decoder.decode(message)))
         self._world = world
 
@@ -136,6 +143,11 @@ class _SimConnection:
         self._link.near.close()
         self.server.stop()
 
+    def _reply(self, reply: Reply) -> None:
+        if isinstance(reply, StepDone):
+            reply = StepDone(reply.step, self._step_ms)
+        self.server.reply(encoder.encode(reply))
+
     def _cost_ns(self, message: bytes) -> int:
         shape = self._world.shape
         match command_decoder.decode(message):
@@ -145,7 +157,9 @@ class _SimConnection:
                 self._world.deepest = max(self._world.deepest, len(self._world.engine.in_flight))
                 prefill = self.ring.read(forward.ring_slot).counts.tokens if shape.token_us else 0
                 cost_us = shape.forward_us + prefill * shape.token_us
-                return int(cost_us * 1000 * (0.5 + self._world.rng.random()))
+                cost_ns = int(cost_us * 1000 * (0.5 + self._world.rng.random()))
+                self._step_ms = cost_ns / 1e6 if shape.token_us else 0.0
+                return cost_ns
             case _:
                 return 20_000
 
@@ -201,6 +215,10 @@ class World:
             max_queued_requests=shape.max_queued_requests,
             max_queued_tokens=shape.max_queued_tokens,
             conservativeness=shape.conservativeness,
+            schedule_policy=shape.schedule_policy,
+            preempt_above=shape.preempt_above,
+            schedule_seed=seed,
+            target_itl_ms=shape.target_itl_ms,
             host_pages=shape.host_pages,
             storage=self._open_store() if shape.storage_pages else None,
             storage_limits=StorageLimits(lookup_s=0.05, limbo_s=1.0, breaker_s=1.0),
@@ -220,10 +238,13 @@ class World:
         with contextlib.suppress(asyncio.CancelledError):
             await self._engine_task
 
-    def submit(self, prompt: Sequence[int], max_tokens: int = 8, salt: str = "", **sampling: object) -> Watched:
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int = 8, salt: str = "", priority: int = 0, **sampling: object
+    ) -> Watched:
         """Submit a prompt; raises what the engine raises."""
         params = msgspec.convert({"max_tokens": max_tokens, **sampling}, SamplingParams)
-        return self.submit_message(Submit(len(self.requests) + 1, np.array(prompt, np.int32), params, cache_salt=salt))
+        ids = np.array(prompt, np.int32)
+        return self.submit_message(Submit(len(self.requests) + 1, ids, params, cache_salt=salt, priority=priority))
 
     def submit_message(self, submit: Submit) -> Watched:
         """The same for a ready message; its handle must be `len(requests) + 1`."""

@@ -218,7 +218,7 @@ class ScriptedEngine:
         for request, run in list(self.running.items()):
             if run.given == 0:
                 cached = min(self.cached_tokens, len(run.submit.prompt_ids) - 1)
-                started.append(start_of(request, cached, {"queue": 1.0, "prefill": 2.0}))
+                started.append(start_of(request, cached, {"slot": 1.0, "prefill": 2.0}))
                 if run.submit.sampling.prompt_logprobs >= 0 and len(run.submit.prompt_ids) > 1:
                     prompts.append(prompt_logprobs_of(run.submit))
             for _ in range(ids_each):

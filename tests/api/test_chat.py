@@ -233,14 +233,14 @@ async def test_sampling_parameters_reach_the_engine() -> None:
             logit_bias={"65": -100},
             seed=-1,
             max_tokens=20,
-            extra_body={"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.1, "min_tokens": 3, "priority": 2},
+            extra_body={"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.1, "min_tokens": 3},
         )
         submit = served.engine.submits[0]
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 5, 0.05)
     assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.1, 0.2, 1.1)
     assert sampling.logit_bias == ((65, -100.0),)
-    assert (sampling.max_tokens, sampling.min_tokens, submit.priority) == (20, 3, 2)
+    assert (sampling.max_tokens, sampling.min_tokens) == (20, 3)
     assert 0 <= sampling.seed < 2**63
     assert END in sampling.stop_ids
 
@@ -369,7 +369,25 @@ async def test_a_salt_reaches_the_engine() -> None:
 
 
 async def test_the_shorter_time_limit_counts() -> None:
-    async with client_of(ScriptedEngine(), request_timeout_s=10.0) as (client, served):
-        for timeout_s in (2.5, 100.0):
-            await client.chat.completions.create(model=MODEL, messages=HI, extra_body={"timeout_s": timeout_s})
-        assert [submit.deadline_ms for submit in served.engine.submits] == [2500, 10_000]
+    async with client_of(ScriptedEngine(), request_timeout_s=10.0, queue_timeout_s=4.0) as (client, served):
+        for asked_s in (2.5, 100.0):
+            limits = {"timeout_s": asked_s, "queue_timeout_s": asked_s}
+            await client.chat.completions.create(model=MODEL, messages=HI, extra_body=limits)
+        limits_ms = [(submit.deadline_ms, submit.queue_deadline_ms) for submit in served.engine.submits]
+        assert limits_ms == [(2500, 2500), (10_000, 4000)]
+
+
+@pytest.mark.parametrize(("priorities", "reaches"), [("high first", 2), ("low first", -2), ("ignored", 0)])
+async def test_a_priority_counts_where_the_server_says_so_and_as_it_says(priorities: str, reaches: int) -> None:
+    async with client_of(ScriptedEngine(), priorities=priorities) as (client, served):
+        await client.chat.completions.create(model=MODEL, messages=HI, extra_body={"priority": 2})
+        await client.chat.completions.create(model=MODEL, messages=HI)
+        assert [submit.priority for submit in served.engine.submits] == [reaches, 0]
+
+
+async def test_a_priority_can_be_refused_where_it_would_mean_nothing() -> None:
+    async with client_of(ScriptedEngine(), priorities="refused") as (client, _):
+        with pytest.raises(openai.BadRequestError, match="--enable-priority-scheduling") as error:
+            await client.chat.completions.create(model=MODEL, messages=HI, extra_body={"priority": 2})
+        assert error.value.param == "priority"
+        await client.chat.completions.create(model=MODEL, messages=HI, extra_body={"priority": 0})

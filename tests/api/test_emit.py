@@ -209,7 +209,7 @@ async def test_latencies_are_measured_from_arrival_and_between_tokens() -> None:
 
 async def test_what_a_start_cost_reaches_the_stream() -> None:
     stage = Stage()
-    started = start_of(0, 5, {"queue": 200.0, "storage": 50.0, "prefill": 3.0})
+    started = start_of(0, 5, {"turn": 200.0, "storage": 50.0, "prefill": 3.0})
     none = np.zeros(0, np.int32)
     stage.emitter.sink(
         StepDeltas(1, none.astype(np.int64), np.zeros(1, np.int32), none, None, None, None, [started], [], [])

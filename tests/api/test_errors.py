@@ -141,6 +141,19 @@ async def test_a_deadline_is_a_504() -> None:
     assert status == 504 and answer["error"]["code"] == "deadline_exceeded"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_has_not_begun_in_time_is_a_503_that_may_be_sent_again(stream: bool) -> None:
+    engine = ScriptedEngine(saying("hello"))
+    engine.hold()
+    async with serving(engine) as served:
+        body = {"prompt": "a", "queue_timeout_s": 1, "stream": stream}
+        task = asyncio.ensure_future(served.ask("POST", "/v1/completions", body))
+        await until(lambda: bool(engine.running))
+        engine.end(1, "queue_timeout", "the request did not begin within 1000 ms; try again later")
+        status, fields, answer = await task
+    assert status == 503 and int(fields["retry-after"]) >= 1 and answer["error"]["code"] == "overloaded"
+
+
 async def test_when_one_choice_fails_the_others_are_not_waited_for() -> None:
     engine = ScriptedEngine(saying("hello"))
     engine.hold()
@@ -294,6 +307,16 @@ async def test_more_choices_than_may_ever_wait_are_a_400_with_both_numbers_and_n
             assert "4 choices" in answer["error"]["message"] and "only 3" in answer["error"]["message"]
         assert served.engine.submits == []
         assert (await served.ask("POST", "/v1/completions", {"prompt": "a", "n": 3}))[0] == 200
+
+
+async def test_prompts_that_may_never_wait_together_are_a_400_with_both_numbers_but_one_alone_is_taken() -> None:
+    async with serving(ScriptedEngine(), max_queued_tokens=10) as served:
+        for body in ({"prompt": "a" * 6, "n": 2}, {"prompt": ["a" * 6, "b" * 6]}):
+            status, fields, answer = await served.ask("POST", "/v1/completions", body)
+            assert status == 400 and "retry-after" not in fields
+            assert "12 tokens" in answer["error"]["message"] and "only 10" in answer["error"]["message"]
+        assert served.engine.submits == []
+        assert (await served.ask("POST", "/v1/completions", {"prompt": "a" * 15}))[0] == 200
 
 
 async def test_a_message_that_begins_with_a_parameter_keeps_the_parameters_name() -> None:

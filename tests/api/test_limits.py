@@ -41,6 +41,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "priority": [1.5, True, 2**31],
     "cache_salt": [1, "x" * 257],
     "timeout_s": [0, -1, "1", True],
+    "queue_timeout_s": [0, -1, "1", True],
     "rid": ["", "a b", "a\n", "x" * 129, 1],
     "user": [1, []],
     "model": [1, [], True],
@@ -167,6 +168,7 @@ NAMES = {
     "/v1/completions": [
         *("prompt", "model", "max_tokens", "n", "temperature", "stop", "seed", "stream", "echo", "logprobs", "best_of"),
         *("suffix", "logit_bias", "stop_token_ids", "add_special_tokens", "parse_special", "cache_salt", "timeout_s"),
+        "queue_timeout_s",
     ],
     "/generate": ["text", "input_ids", "sampling_params", "rid", "stream", "return_logprob", "top_logprobs_num"],
     "/tokenize": ["prompt", "content", "messages", "add_special_tokens", "parse_special", "with_pieces", "tools"],

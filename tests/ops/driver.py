@@ -16,6 +16,7 @@ from ops.slot_inits import SlotInit, init_counts, write_inits
 from headrace.ops.device_worker import DeviceWorker
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.config import ModelConfig
+from headrace.ops.streams import Streams
 from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import (
     Backup,
@@ -96,6 +97,7 @@ class Driver:
         slots: int = 8,
         host_pool: bytearray | None = None,
         warm_up_tokens: int = 0,
+        streams: Streams | None = None,
         **start: object,
     ) -> None:
         self.config = read_config(model)
@@ -103,7 +105,7 @@ class Driver:
         buffer = bytearray(geometry.size_bytes)
         self.ring = BatchRing(buffer, geometry)
         self.replies: list[Reply] = []
-        self.worker = DeviceWorker(self.replies.append, buffer, host_pool)
+        self.worker = DeviceWorker(self.replies.append, buffer, host_pool, streams)
         command = start_command(self.config, model, geometry, **start)
         self.page_tokens = command.page_tokens
         self.worker.handle(command)

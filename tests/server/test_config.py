@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
-from headrace.server.config import RULES, BadSetting, Settings, flag_of, settings_from
+from headrace.sched import policies
+from headrace.server.config import RULES, BadSetting, SchedulePolicy, Settings, flag_of, settings_from
 from headrace.server.flags import MANUAL
 
 
@@ -53,7 +54,9 @@ def test_text_from_the_command_line_becomes_numbers() -> None:
         ("served_model_name", "a\nb", "a name"),
         ("model_path", "", "`headrace models list`"),
         ("quantization", "awq", "give none"),
-        ("schedule_policy", "lpm", "give fcfs"),
+        ("schedule_policy", "priority", "least-work, fcfs, lpm, dfs-weight, lof, random or hrrn"),
+        ("target_itl_ms", "0", "ms from 1 to 10000"),
+        ("priority_scheduling_preemption_threshold", "-1", "a whole number from 0"),
         ("max_running_requests", "0", "from 1 to 1024"),
     ],
 )
@@ -80,6 +83,10 @@ def test_a_context_larger_than_the_cache_is_refused_before_anything_is_loaded() 
 
 def test_a_queue_too_short_for_one_prompt_is_refused() -> None:
     assert "--max-queued-tokens 4096 or more" in refusal({"context_length": "4096", "max_queued_tokens": "100"})
+
+
+def test_a_target_for_the_gap_needs_the_measurements_of_the_warm_up() -> None:
+    assert "leave out --skip-server-warmup" in refusal({"target_itl_ms": "50", "skip_server_warmup": True})
 
 
 def test_a_missing_chat_template_is_named() -> None:
@@ -145,3 +152,18 @@ def test_keys_never_appear_in_logs_or_server_info() -> None:
 )
 def test_the_model_is_called_by_its_served_name_else_by_its_own(flags: dict[str, str], name: str) -> None:
     assert settings_from(flags, {}).model_name == name
+
+
+def test_priorities_preempt_only_where_they_are_switched_on() -> None:
+    assert Settings().preempt_above is None
+    assert Settings(enable_priority_scheduling=True).preempt_above == 10
+    assert Settings(enable_priority_scheduling=True, disable_priority_preemption=True).preempt_above is None
+
+
+def test_a_switch_that_does_nothing_alone_is_warned_of() -> None:
+    (warning,) = Settings(schedule_low_priority_values_first=True).warnings()
+    assert warning.startswith("--schedule-low-priority-values-first does nothing without --enable-priority-scheduling")
+
+
+def test_policies_of_the_flag_are_those_of_the_scheduler() -> None:
+    assert set(get_args(SchedulePolicy)) == set(get_args(policies.SchedulePolicy))

@@ -1,0 +1,138 @@
+"""Streams and events: what orders the work of a device worker, on any device.
+
+A worker has three streams. Work in one of them runs in the order in which it was given; between two of them nothing is
+ordered but by events: whoever uses what another stream makes waits for an event recorded behind it.
+
+    load      copy layer 0 ─ e0 ─ copy layer 1 ─ e1 ─ …
+    compute   embed ─ wait e0 ─ layer 0 ─ wait e1 ─ layer 1 ─ … ─ logits ─ sample ─ done
+    backup                                                          wait done ─ copy pages
+
+The host, which gives out the work, is ordered behind what it has seen an event say, and only then tells the server;
+so nothing that the server sends because of a reply needs another wait.
+
+A CPU has one stream, the thread itself. Steps run in the moment they are given; a copy is put off until somebody asks
+for its event: a layer's load runs right before that layer, while its bytes will still be in the cache. Nothing overlaps
+there, and nothing is lost: what a wait costs is a call.
+
+in     work, events to wait for
+out    events
+state  copies that nobody has waited for yet
+owner  the worker's main thread
+ready  when `query` of an event that was recorded behind the work says so
+end    with the worker
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from headrace.ops.wire import I32
+
+
+class Region(NamedTuple):
+    """A part of some memory: pages of a pool in one layer, slots of the ring."""
+
+    memory: str
+    layer: int
+    """0 where memory has no layers."""
+    places: Sequence[int] | I32
+
+
+class Operation(NamedTuple):
+    """A kernel or a copy, and what it touches."""
+
+    name: str
+    reads: Sequence[Region]
+    writes: Sequence[Region]
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Whether all work before it is done. May raise what that work raised."""
+
+    def ms_until(self, later: Event) -> float:
+        """Between two events that `query` has said are done."""
+
+
+class Stream(Protocol):
+    """Work in order. What is called from inside work of the same stream happens there and then."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """May raise what `work` raises; or else `query` of a later event does."""
+
+    def record(self) -> Event:
+        """An event behind all work so far."""
+
+    def wait(self, event: Event) -> None:
+        """Work from here on begins when `event`, of any stream, is done."""
+
+    def uses(self, operation: Callable[[], Operation]) -> None:
+        """Declares what comes next in the stream. Devices don't ask; a stream that checks the order of things does."""
+
+
+class Streams(NamedTuple):
+    """The streams of one worker."""
+
+    compute: Stream
+    load: Stream
+    backup: Stream
+
+
+def cpu_streams() -> Streams:
+    """Steps at once, copies when they are waited for."""
+    return Streams(CpuStream(at_once=True), CpuStream(at_once=False), CpuStream(at_once=False))
+
+
+class CpuEvent:
+    """What puts off work does it when it is asked for."""
+
+    def __init__(self, stream: CpuStream) -> None:
+        self._stream = stream
+        self._done_s: float | None = None
+
+    def query(self) -> bool:
+        while self._done_s is None:
+            self._stream.run_next()
+        return True
+
+    def ms_until(self, later: Event) -> float:
+        assert isinstance(later, CpuEvent) and later._done_s is not None and self._done_s is not None
+        return (later._done_s - self._done_s) * 1e3
+
+    def happen(self) -> None:
+        """All before it is done."""
+        self._done_s = time.perf_counter()
+
+
+class CpuStream:
+    """Work of one thread, at once or put off."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+        self._put_off: deque[Callable[[], object]] = deque()
+
+    def run(self, work: Callable[[], object]) -> None:
+        if self._at_once:
+            work()
+        else:
+            self._put_off.append(work)
+
+    def record(self) -> CpuEvent:
+        event = CpuEvent(self)
+        self.run(event.happen)
+        return event
+
+    def wait(self, event: Event) -> None:
+        self.run(event.query)
+
+    def uses(self, operation: Callable[[], Operation]) -> None:
+        pass
+
+    def run_next(self) -> None:
+        """One piece of what was put off."""
+        self._put_off.popleft()()
