@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import msgspec
@@ -226,7 +227,8 @@ class KvCache:
             if any(pool.free_pages < count for pool in self._pools):
                 return None
         taken = [pool.take(count) for pool in self._pools]
-        return np.stack([pages for pages in taken if pages is not None])
+        # One copy; `np.stack` would take 5 µs to find the shape.
+        return np.concatenate([pages for pages in taken if pages is not None]).reshape(len(taken), count)
 
     def load(self, holding: Holding, pages: I32, step: int) -> None:
         """Of the taken pages (int32 [groups, n]), the first become what `step` loads from the host; the others are the
@@ -537,9 +539,12 @@ class KvCache:
 
     def _drop(self, runs: list[Dropped]) -> None:
         self.version += bool(runs)
-        for run in runs:
+        # Most were last used by a step that has completed: neighbours go back together, since each call costs 6 µs.
+        completed = self._pools[0].completed_step
+        for last_step, same in groupby(runs, lambda run: run.last_step if run.last_step > completed else -1):
+            pages = np.concatenate([run.device for run in same], axis=1)
             for group, pool in enumerate(self._pools):
-                pool.give_back(run.device[group], Owner.INDEX, Fence(run.last_step))
+                pool.give_back(pages[group], Owner.INDEX, Fence(last_step))
         if self._host is not None:
             self._host.drop(runs)
 

@@ -79,12 +79,12 @@ class RadixIndex:
         node, pages, child, common = self._walk(root, raw)
         missing = 0
         step: Node | None = node
-        while step is not None and step.device.shape[1] < step.length:
-            missing += step.length - step.device.shape[1]
+        while step is not None and step.num_device < step.length:
+            missing += step.length - step.num_device
             step = step.parent
         if child is None:
             return pages - missing, pages
-        on_device = 0 if missing else min(child.device.shape[1], common)
+        on_device = 0 if missing else min(child.num_device, common)
         return pages - missing + on_device, pages + common
 
     def host_prefix(self, namespace: bytes, raw: bytes) -> int:
@@ -109,10 +109,6 @@ class RadixIndex:
         if child is not None and common:
             node = self._split(child, common)
             pages += common
-        step: Node | None = node
-        while step is not None:
-            step.hits += 1
-            step = step.parent
         return self._match(node, pages)
 
     def lease_again(self, lease: Lease) -> Lease:
@@ -155,7 +151,7 @@ class RadixIndex:
         pages = 0
         node: Node | None = lease.node
         while node is not None and node.leases == 1:
-            pages += node.device.shape[1]
+            pages += node.num_device
             node = node.parent
         return pages
 
@@ -176,7 +172,7 @@ class RadixIndex:
             if child is None:
                 taken[at:] = True
                 node, at = self._append(node, raw[start:], pages[:, at:], step), count
-            elif have := child.device.shape[1]:
+            elif have := child.num_device:
                 common = min(common_pages(child.key, raw, start, self._page_bytes), have)
                 node = child if common == child.length else self._split(child, common)
                 self._hold(node)
@@ -198,7 +194,7 @@ class RadixIndex:
         """The pages of the lease's path that only the host has are brought to these device pages by `step`."""
         at = 0
         for node in path_to(lease.node):
-            missing = node.length - node.device.shape[1]
+            missing = node.length - node.num_device
             if missing:
                 self._set_device(node, pages[:, at : at + missing], step)
                 at += missing
@@ -247,14 +243,15 @@ class RadixIndex:
             node.leases -= 1
             if touch:
                 node.used = self._tick
-            node.last_step = max(node.last_step, last_step)
+            if last_step > node.last_step:
+                node.last_step = last_step
             if not node.leases:
-                self.evictable_device_pages += node.device.shape[1]
-                self.evictable_host_pages += node.host.shape[1]
+                self.evictable_device_pages += node.num_device
+                self.evictable_host_pages += node.num_host
             node = node.parent
-        # The deepest node with pages in a tier may be any on the path.
+        # The deepest node with pages in a tier may be any on the path; above one that is leased, all are.
         node = lease.node
-        while node is not None:
+        while node is not None and not node.leases:
             above = node.parent
             self._offer(node)
             node = above
@@ -275,9 +272,9 @@ class RadixIndex:
         """The host has the pages of these spans in `pages` (int32 [groups, k]), or the copy was given up (None)."""
         at = 0
         for node, start, count in places_of(path_to(lease.node), spans):
-            assert pages is None or start == node.host.shape[1], "copies end in the order they began"
+            assert pages is None or start == node.num_host, "copies end in the order they began"
             if pages is not None:
-                node.host = np.concatenate((node.host, pages[:, at : at + count]), axis=1)
+                node.set_host(np.concatenate((node.host, pages[:, at : at + count]), axis=1))
                 self.host_pages += count
                 self._tell(_HOST_STORED, node, start, start + count)
             else:
@@ -292,8 +289,8 @@ class RadixIndex:
         prefixes. What the host has stays indexed; what it has not is forgotten, and what follows it."""
         dropped: list[Dropped] = []
         while count > 0 and (node := self._device_lru.pop()) is not None:
-            keep = max(0, node.device.shape[1] - count)
-            count -= node.device.shape[1] - keep
+            keep = max(0, node.num_device - count)
+            count -= node.num_device - keep
             dropped.extend(self._drop_device(node, keep))
         return dropped
 
@@ -301,8 +298,8 @@ class RadixIndex:
         """The same for host pages; those that the device has too stay indexed."""
         dropped: list[Dropped] = []
         while count > 0 and (node := self._host_lru.pop()) is not None:
-            keep = max(0, node.host.shape[1] - count)
-            count -= node.host.shape[1] - keep
+            keep = max(0, node.num_host - count)
+            count -= node.num_host - keep
             dropped.append(self._drop_host(node, keep))
         return dropped
 
@@ -337,9 +334,9 @@ class RadixIndex:
         seen: list[Node] = []
         while count > 0 and (node := self._device_lru.pop()) is not None:
             seen.append(node)
-            pages = min(count, node.device.shape[1])
+            pages = min(count, node.num_device)
             count -= pages
-            if node.host.shape[1] < node.device.shape[1]:
+            if node.num_host < node.num_device:
                 leases.append(Lease(node, sum(step.length for step in path_to(node))))
             else:
                 ready += pages
@@ -360,8 +357,8 @@ class RadixIndex:
         assert not any(root.leases for root in self._roots.values()), "leases are out"
         if self.listener is not None:
             for node in self.nodes():
-                self._tell(_DEVICE_REMOVED, node, 0, node.device.shape[1])
-                self._tell(_HOST_REMOVED, node, 0, node.host.shape[1])
+                self._tell(_DEVICE_REMOVED, node, 0, node.num_device)
+                self._tell(_HOST_REMOVED, node, 0, node.num_host)
         self._roots.clear()
         self._device_lru.clear()
         self._host_lru.clear()
@@ -387,20 +384,21 @@ class RadixIndex:
             assert depth == lease.num_pages, f"a lease of {lease.num_pages} pages ends at depth {depth}"
         counts = [0, 0, 0, 0, 0]
         for node in self.nodes():
-            device, host = node.device.shape[1], node.host.shape[1]
+            device, host = node.num_device, node.num_host
             assert node.leases == held.pop(id(node), 0), "a node's lease count is not the number of its leases"
-            assert len(node.filled_by) == device and node.pending >= host
+            assert node.device.shape[1] == len(node.filled_by) == device
+            assert node.host.shape[1] == host and node.pending >= host
             assert node.leases or node.pending == host, "a copy is under way that nobody leases"
             if node.parent is None:
                 assert not node.length and self._roots[node.key] is node and (node.leases or node.children)
             else:
                 assert node.length and len(node.key) == node.length * self._page_bytes
                 assert max(device, host) == node.length, "a page is indexed that no tier has"
-                assert not device or node.parent.device.shape[1] == node.parent.length, "a gap on the device"
+                assert not device or node.parent.num_device == node.parent.length, "a gap on the device"
             for first, child in node.children.items():
                 assert child.parent is node and child.key.startswith(first) and child.leases <= node.leases
             children = list(node.children.values())
-            assert node.device_children == sum(child.device.shape[1] > 0 for child in children)
+            assert node.device_children == sum(child.num_device > 0 for child in children)
             assert node.host_children == sum(child.pending > 0 for child in children)
             free = 0 if node.leases else 1
             for i, amount in enumerate((node.parent is not None, device, host, free * device, free * host)):
@@ -420,25 +418,31 @@ class RadixIndex:
             child = node.children.get(raw[at : at + size])
             if child is None:
                 break
-            if not raw.startswith(child.key, at):
-                return node, at // size, child, common_pages(child.key, raw, at, size)
+            key = child.key
+            if not raw.startswith(key, at):
+                return node, at // size, child, common_pages(key, raw, at, size)
             node = child
-            at += len(child.key)
+            at += len(key)
         return node, at // size, None, 0
 
     def _match(self, node: Node, pages: int) -> Match:
         self._tick += 1
+        tick = self._tick
         device: list[I32] = []
         host: list[I32] = []
         step: Node | None = node
         while step is not None:
-            self._hold(step)
-            step.used = self._tick
-            have = step.device.shape[1]
-            if have < step.length:
-                host.append(step.host[:, have:])
+            have = step.num_device
+            if not step.leases:
+                self.evictable_device_pages -= have
+                self.evictable_host_pages -= step.num_host
+            step.leases += 1
+            step.hits += 1
+            step.used = tick
             if have:
                 device.append(step.device)
+            if have < step.length:
+                host.append(step.host[:, have:])
             step = step.parent
         return Match(Lease(node, pages), self._joined(device), self._joined(host))
 
@@ -452,8 +456,8 @@ class RadixIndex:
 
     def _hold(self, node: Node) -> None:
         if not node.leases:
-            self.evictable_device_pages -= node.device.shape[1]
-            self.evictable_host_pages -= node.host.shape[1]
+            self.evictable_device_pages -= node.num_device
+            self.evictable_host_pages -= node.num_host
         node.leases += 1
 
     def _split(self, node: Node, at: int) -> Node:
@@ -461,19 +465,19 @@ class RadixIndex:
         parent = node.parent
         assert parent is not None and 0 < at < node.length
         cut = at * self._page_bytes
-        head = Node(parent, node.key[:cut], at, node.device[:, :at].copy(), node.host[:, :at].copy())
-        head.filled_by = node.filled_by[:at].copy()
+        head = Node(parent, node.key[:cut], at, self._none, node.host[:, :at].copy())
+        head.set_device(node.device[:, :at].copy(), node.filled_by[:at].copy())
         head.pending = min(node.pending, at)
         head.leases, head.used, head.hits, head.last_step = node.leases, node.used, node.hits, node.last_step
         head.kept = node.kept
         parent.children[head.key[: self._page_bytes]] = head
         node.parent = head
         node.key, node.length = node.key[cut:], node.length - at
-        node.device, node.host = node.device[:, at:].copy(), node.host[:, at:].copy()
-        node.filled_by = node.filled_by[at:].copy()
+        node.set_device(node.device[:, at:].copy(), node.filled_by[at:].copy())
+        node.set_host(node.host[:, at:].copy())
         node.pending = max(0, node.pending - at)
         head.children[node.key[: self._page_bytes]] = node
-        head.device_children = int(node.device.shape[1] > 0)
+        head.device_children = int(node.num_device > 0)
         head.host_children = int(node.pending > 0)
         self.num_nodes += 1
         self._offer(head)
@@ -500,15 +504,14 @@ class RadixIndex:
     def _set_device(self, node: Node, pages: I32, step: int) -> None:
         """Device pages behind those that the node has, matchable from now on."""
         count = pages.shape[1]
-        if not node.device.shape[1] and node.parent is not None:
+        if not node.num_device and node.parent is not None:
             node.parent.device_children += 1
-        node.device = np.concatenate((node.device, pages), axis=1)
-        node.filled_by = np.concatenate((node.filled_by, np.full(count, step, np.int64)))
+        node.append_device(pages, step)
         node.last_step = max(node.last_step, step)
         self.device_pages += count
         if not node.leases:
             self.evictable_device_pages += count
-        self._tell(_DEVICE_STORED, node, node.device.shape[1] - count, node.device.shape[1])
+        self._tell(_DEVICE_STORED, node, node.num_device - count, node.num_device)
 
     def _tell(self, change: Change, node: Node, start: int, end: int) -> None:
         if self.listener is not None and end > start:
@@ -517,7 +520,7 @@ class RadixIndex:
     def _drop_device(self, node: Node, keep: int) -> list[Dropped]:
         """Take all but the first `keep` device pages of a leaf; and what continues them, where the host lacks them."""
         pages = node.device[:, keep:]
-        lost = self._prune(node) if node.host.shape[1] < node.length else []
+        lost = self._prune(node) if node.children and node.num_host < node.length else []
         self._cut_device(node, keep)
         self._settle(node)
         return [Dropped(pages, self._none, node.last_step), *lost]
@@ -530,22 +533,22 @@ class RadixIndex:
         return Dropped(self._none, pages, node.last_step)
 
     def _cut_device(self, node: Node, keep: int) -> None:
-        self._tell(_DEVICE_REMOVED, node, keep, node.device.shape[1])
-        gone = node.device.shape[1] - keep
+        self._tell(_DEVICE_REMOVED, node, keep, node.num_device)
+        gone = node.num_device - keep
         self.device_pages -= gone
         if not node.leases:
             self.evictable_device_pages -= gone
-        node.device, node.filled_by = node.device[:, :keep].copy(), node.filled_by[:keep].copy()
+        node.cut_device(keep)
         if gone and not keep and node.parent is not None:
             node.parent.device_children -= 1
 
     def _cut_host(self, node: Node, keep: int) -> None:
-        self._tell(_HOST_REMOVED, node, keep, node.host.shape[1])
-        gone = node.host.shape[1] - keep
+        self._tell(_HOST_REMOVED, node, keep, node.num_host)
+        gone = node.num_host - keep
         self.host_pages -= gone
         if not node.leases:
             self.evictable_host_pages -= gone
-        node.host = node.host[:, :keep].copy()
+        node.cut_host(keep)
         node.pending = keep
         if gone and not keep and node.parent is not None:
             node.parent.host_children -= 1
@@ -556,15 +559,15 @@ class RadixIndex:
         gone = subtree(node)[1:]
         for below in gone:
             # While the paths still stand.
-            self._tell(_HOST_REMOVED, below, 0, below.host.shape[1])
+            self._tell(_HOST_REMOVED, below, 0, below.num_host)
         for below in gone:
-            assert not below.leases and not below.device.shape[1]
+            assert not below.leases and not below.num_device
             dropped.append(Dropped(self._none, below.host, below.last_step))
-            self.host_pages -= below.host.shape[1]
-            self.evictable_host_pages -= below.host.shape[1]
+            self.host_pages -= below.num_host
+            self.evictable_host_pages -= below.num_host
             self.num_nodes -= 1
             below.parent, below.went_to = None, node
-            below.device, below.host = self._none, self._none
+            below.cut_host(0)
         node.children.clear()
         node.host_children = 0
         return dropped
@@ -573,17 +576,16 @@ class RadixIndex:
         """After a cut: shorten the node to what a tier still has, or remove it; and offer what may go next."""
         parent = node.parent
         assert parent is not None
-        length = max(node.device.shape[1], node.host.shape[1])
+        length = max(node.num_device, node.num_host)
         if length < node.length:
             assert not node.children, "what follows a lost page is indexed"
-            first = node.key[: self._page_bytes]
+        if length:
             node.key, node.length = node.key[: length * self._page_bytes], length
-            if not length:
-                del parent.children[first]
-                node.parent, node.went_to = None, parent
-                self.num_nodes -= 1
-        if node.parent is not None:
             self._offer(node)
+        else:
+            del parent.children[node.key[: self._page_bytes]]
+            node.parent, node.went_to, node.key, node.length = None, parent, b"", 0
+            self.num_nodes -= 1
         self._offer(parent)
 
     def _offer(self, node: Node) -> None:
@@ -592,5 +594,7 @@ class RadixIndex:
             if not node.leases and not node.children and not node.length and self._roots.get(node.key) is node:
                 del self._roots[node.key]
             return
-        self._device_lru.push(node, self.num_nodes)
-        self._host_lru.push(node, self.num_nodes)
+        if is_device_leaf(node):
+            self._device_lru.push(node, self.num_nodes)
+        if is_host_leaf(node):
+            self._host_lru.push(node, self.num_nodes)

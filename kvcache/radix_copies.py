@@ -19,9 +19,11 @@ def begin_copies(path: Sequence[Node], completed_step: int, most: int, min_hits:
     pages: list[I32] = []
     depth = 0
     for node in path:
-        early = node.filled_by > completed_step
-        end = int(early.argmax()) if early.any() else len(early)
-        count = min(end - node.pending, most)
+        count = min(node.num_device - node.pending, most)
+        if count > 0 and node.hits >= min_hits:
+            # Only here, since most of a path has been copied before: asking the array takes 3 µs.
+            early = node.filled_by > completed_step
+            count = min(int(early.argmax()) - node.pending, most) if early.any() else count
         if count > 0 and node.hits >= min_hits:
             spans.append(Span(depth + node.pending, depth + node.pending + count))
             pages.append(node.device[:, node.pending : node.pending + count])

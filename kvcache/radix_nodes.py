@@ -17,7 +17,7 @@ class Node:
 
     __slots__ = (
         *("children", "device", "device_children", "filled_by", "hits", "host", "host_children", "key", "last_step"),
-        *("kept", "leases", "length", "parent", "pending", "used", "went_to"),
+        *("kept", "leases", "length", "num_device", "num_host", "parent", "pending", "used", "went_to"),
     )
 
     def __init__(self, parent: Node | None, key: bytes, length: int, device: I32, host: I32) -> None:
@@ -26,12 +26,10 @@ class Node:
         """Its token ids as bytes; a root's is its namespace."""
         self.length = length
         """Pages of the run, n."""
-        self.device = device
-        self.host = host
-        self.pending = host.shape[1]
+        self.set_device(device, np.full(device.shape[1], -1, np.int64))
+        self.set_host(host)
+        self.pending = self.num_host
         """Pages that are on the host, or being copied there."""
-        self.filled_by: NDArray[np.int64] = np.full(device.shape[1], -1, np.int64)
-        """int64 [d]: the step whose launch made each device page matchable."""
         self.children: dict[bytes, Node] = {}
         self.device_children = self.host_children = 0
         """Children with pages in the tier."""
@@ -45,6 +43,38 @@ class Node:
         self.used = 0
         self.last_step = -1
         """The last launched step that reads or writes these pages, as far as released leases have said."""
+
+    def set_device(self, device: I32, filled_by: NDArray[np.int64]) -> None:
+        """Its device pages, and the step whose launch made each of them matchable, int64 [d]."""
+        self.device = device
+        self.filled_by = filled_by
+        self.num_device = device.shape[1]
+        """d: a path has a node every few pages, and asking the array costs 80 ns a time."""
+
+    def set_host(self, host: I32) -> None:
+        self.host = host
+        self.num_host = host.shape[1]
+
+    def append_device(self, pages: I32, step: int) -> None:
+        """Device pages behind those that it has, filled by `step`."""
+        filled_by = np.full(pages.shape[1], step, np.int64)
+        if self.num_device:
+            pages, filled_by = np.concatenate((self.device, pages), axis=1), np.concatenate((self.filled_by, filled_by))
+            self.set_device(pages, filled_by)
+        else:
+            self.set_device(pages.copy(), filled_by)
+
+    def cut_device(self, keep: int) -> None:
+        """All but the first `keep` device pages are gone."""
+        # Most nodes go whole: an empty view takes a third of a copy's time, and they keep no memory alive for long.
+        if keep:
+            self.set_device(self.device[:, :keep].copy(), self.filled_by[:keep].copy())
+        else:
+            self.set_device(self.device[:, :0], self.filled_by[:0])
+
+    def cut_host(self, keep: int) -> None:
+        """All but the first `keep` host pages are gone."""
+        self.set_host(self.host[:, :keep].copy() if keep else self.host[:, :0])
 
 
 class Lease:
@@ -100,6 +130,16 @@ class Span(NamedTuple):
     end: int
 
 
+def common_pages(key: bytes, raw: bytes, at: int, page_bytes: int) -> int:
+    """Whole pages that `key` and `raw[at:]` share from their starts."""
+    size = min(len(key), len(raw) - at)
+    if raw.startswith(key[:size], at):
+        return size // page_bytes
+    left = np.frombuffer(key, np.int32, size // 4)
+    right = np.frombuffer(raw, np.int32, size // 4, at)
+    return int((left != right).argmax()) * 4 // page_bytes
+
+
 def path_to(node: Node) -> list[Node]:
     """From the root to `node`."""
     path = [node]
@@ -117,22 +157,12 @@ def subtree(node: Node) -> list[Node]:
     return nodes
 
 
-def common_pages(key: bytes, raw: bytes, at: int, page_bytes: int) -> int:
-    """Whole pages that `key` and `raw[at:]` share from their starts."""
-    size = min(len(key), len(raw) - at)
-    if raw.startswith(key[:size], at):
-        return size // page_bytes
-    left = np.frombuffer(key, np.int32, size // 4)
-    right = np.frombuffer(raw, np.int32, size // 4, at)
-    return int((left != right).argmax()) * 4 // page_bytes
-
-
 def is_device_leaf(node: Node) -> bool:
-    return not node.leases and node.parent is not None and node.device.shape[1] > 0 and not node.device_children
+    return not node.leases and node.num_device > 0 and not node.device_children
 
 
 def is_host_leaf(node: Node) -> bool:
-    return not node.leases and node.parent is not None and node.host.shape[1] > 0 and not node.host_children
+    return not node.leases and node.num_host > 0 and not node.host_children
 
 
 class Lru:
@@ -145,9 +175,7 @@ class Lru:
         self._pushes = 0
 
     def push(self, node: Node, nodes: int = 1 << 62) -> None:
-        """Offer a node; `nodes` is how many there are."""
-        if not self._is_leaf(node):
-            return
+        """Add a leaf as it was last used; `nodes` is how many there are in all."""
         self._pushes += 1
         heapq.heappush(self._heap, (node.kept > 0, node.used, self._pushes, node))
         if len(self._heap) > 2 * nodes + 64:

@@ -22,6 +22,7 @@ This module holds no torch, so that both sides can import it.
 from __future__ import annotations
 
 import mmap
+from operator import mul
 from typing import Final, TypeAlias
 
 import msgspec
@@ -291,6 +292,12 @@ _FIELDS: Final = tuple(
         ("load_device", False, "loads", 0, 0),
     )
 )
+_CONSTANT_WORDS: Final = _HEADER + sum(extra * max(columns, 1) for _, _, _, columns, extra in _FIELDS)
+_COUNT_WORDS: Final = [
+    sum(max(columns, 1) for _, _, sized_by, columns, _ in _FIELDS if sized_by == count)
+    for count in range(len(_COUNT_NAMES))
+]
+"""Words that one more of each count takes: a batch is measured anew with each request that joins it."""
 
 
 class ForwardBatch:
@@ -345,7 +352,8 @@ class ForwardBatch:
 def batch_bytes(counts: Counts) -> int:
     """Bytes that a batch of these counts takes in its ring slot."""
     sizes: tuple[int, ...] = msgspec.structs.astuple(counts)
-    return (_HEADER + sum((sizes[count] + extra) * max(columns, 1) for _, _, count, columns, extra in _FIELDS)) * _WORD
+    words: int = sum(map(mul, sizes, _COUNT_WORDS))
+    return (_CONSTANT_WORDS + words) * _WORD
 
 
 class StepResults:

@@ -231,6 +231,21 @@ async def test_a_deadline_ends_a_request() -> None:
     assert status == 504, payload
 
 
+async def test_a_request_that_finds_no_slot_in_its_time_is_a_503_that_has_cost_nothing() -> None:
+    async with serving(options()) as server:
+        body = {"prompt": "abc", "max_tokens": 240, "ignore_eos": True}
+        async with asyncio.TaskGroup() as tasks:
+            others = [tasks.create_task(server.ask("POST", "/v1/completions", body)) for _ in range(SLOTS)]
+            await until(lambda: server.engine.status().running == SLOTS)
+            late = {"prompt": "xyz", "max_tokens": 1, "queue_timeout_s": 0.001}
+            computed = server.engine.status().computed_tokens
+            status, fields, _ = await server.ask("POST", "/v1/completions", late)
+            assert server.engine.status().computed_tokens == computed
+        await server.until_idle()
+    assert status == 503 and int(fields["retry-after"]) >= 1
+    assert {task.result()[0] for task in others} == {200}
+
+
 @pytest.mark.parametrize("clients", [64])
 async def test_many_streams_at_once_all_get_their_own_text(clients: int) -> None:
     async with serving(options(pages=256)) as server:
