@@ -202,13 +202,15 @@ class KvCache:
         pages = self._matchable_pages(key)
         return self._index.peek(key.namespace, key.raw(0, pages))[1] * key.page_tokens if pages else 0
 
-    def open(self, key: PrefixKey, capacity_tokens: int, match: bool = True) -> Holding:
+    def open(self, key: PrefixKey, capacity_tokens: int, compute_from: int | None = None) -> Holding:
         """Lease the longest reusable prefix, always leaving at least one token to compute (its logits are needed).
 
-        `capacity_tokens` is the longest context the request may reach. Without `match` nothing is reused (every
-        position's logits are wanted), but what the request computes may still be published.
+        `capacity_tokens` is the longest context the request may reach. Positions from `compute_from` on are not
+        reused (their logits are wanted, and no page holds those), but what the request computes may be published.
         """
-        wanted = self._matchable_pages(key) if match else 0
+        wanted = self._matchable_pages(key)
+        if compute_from is not None:
+            wanted = min(wanted, compute_from // key.page_tokens)
         lease, device, host = self._index.acquire(key.namespace, key.raw(0, wanted))
         self._handles += 1
         holding = Holding(self._handles, lease, device, host, self.layout.pages(capacity_tokens))

@@ -236,7 +236,9 @@ class DeviceWorker:
             masks = slice(0, command.masks)
             results = self._ring.results(command.ring_slot)
             self._streams.compute.uses(partial(accesses.sample, command.step, command.ring_slot))
-            self._steps.append(self._runner.sample(command.step, mask_rows[masks], mask_bits[masks], results))
+            self._steps.append(
+                self._runner.sample(command.step, mask_rows[masks], mask_bits[masks], results, command.skips)
+            )
         except Exception as problem:
             self._fail(command.step, problem)
 

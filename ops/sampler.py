@@ -11,6 +11,7 @@ end    a slot's state lasts until the next init of the slot, which sets all of i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -83,11 +84,19 @@ class Sampler:
                 self._stops[slot, stops] = True
 
     def sample(
-        self, logits: Tensor, slots: I32, positions: I32, mask_rows: I32, mask_bits: U32, results: StepResults
+        self,
+        logits: Tensor,
+        slots: I32,
+        positions: I32,
+        mask_rows: I32,
+        mask_bits: U32,
+        results: StepResults,
+        skips: Sequence[int] = (),
     ) -> None:
         """Draw an id for each row of `logits` (float32 `[samples, vocab]`, may be overwritten) and fill `results`.
 
         `slots`, `positions` (in the output): `[samples]`; `mask_bits[i]` says what row `mask_rows[i]` may draw.
+        What is drawn for the rows in `skips` leaves no trace in the slots' state.
         """
         count = len(slots)
         results.offsets[: count + 1] = np.arange(count + 1)
@@ -101,7 +110,10 @@ class Sampler:
         ids.masked_fill_(~usable, 0)
         self._draw(logits, slots, positions, usable.numpy(), ids)
         drawn = ids.numpy()
-        self._commit(slots, drawn)
+        if skips:
+            self._commit(np.delete(slots, list(skips)), np.delete(drawn, list(skips)))
+        else:
+            self._commit(slots, drawn)
         results.status[:count] = ~usable.numpy()
         results.ids[:count] = drawn
         if raw is not None:

@@ -13,7 +13,7 @@ end    a page's bytes are overwritten when the server gives it to another reques
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -118,14 +118,16 @@ class StepRunner:
         forwarded.ended = compute.record()
         self._forwarded = forwarded
 
-    def sample(self, step: int, mask_rows: I32, mask_bits: U32, results: StepResults) -> Sampled:
-        """Draw the step's ids. Raises BadBatch if `forward` of another step came last."""
+    def sample(
+        self, step: int, mask_rows: I32, mask_bits: U32, results: StepResults, skips: Sequence[int] = ()
+    ) -> Sampled:
+        """Draw the step's ids, not those in `skips`. Raises BadBatch if `forward` of another step came last."""
         forwarded, self._forwarded = self._forwarded, None
         if forwarded is None or forwarded.step != step or forwarded.ended is None:
             raise BadBatch(f"step {step} is to be sampled, but its forward did not come last")
         compute = self._streams.compute
         began = compute.record()
-        compute.run(partial(self._sample, forwarded, mask_rows, mask_bits, results))
+        compute.run(partial(self._sample, forwarded, mask_rows, mask_bits, results, skips))
         done = compute.record()
         return Sampled(step, done, ((forwarded.began, forwarded.ended), (began, done)), forwarded.load)
 
@@ -180,10 +182,14 @@ class StepRunner:
                 self._streams.compute.wait(arrival)
             forwarded.logits = self._no_logits()
 
-    def _sample(self, forwarded: _Forwarded, mask_rows: I32, mask_bits: U32, results: StepResults) -> None:
+    def _sample(
+        self, forwarded: _Forwarded, mask_rows: I32, mask_bits: U32, results: StepResults, skips: Sequence[int]
+    ) -> None:
         assert forwarded.logits is not None
         self._streams.compute.uses(partial(accesses.draws, forwarded.step, forwarded.slots))
-        self._sampler.sample(forwarded.logits, forwarded.slots, forwarded.positions, mask_rows, mask_bits, results)
+        self._sampler.sample(
+            forwarded.logits, forwarded.slots, forwarded.positions, mask_rows, mask_bits, results, skips
+        )
 
     def _run(self, batch: ForwardBatch, arrivals: dict[int, Event], results: StepResults) -> Tensor:
         """The model pass; → logits of the samples."""

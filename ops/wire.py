@@ -135,6 +135,8 @@ class Sample(msgspec.Struct, tag="sample", frozen=True):
     step: int
     ring_slot: int
     masks: int = 0
+    skips: tuple[int, ...] = ()
+    """Samples that are not drawn: `future_tokens` and the counts of their slots stay as they are."""
 
 
 class Backup(msgspec.Struct, tag="backup", frozen=True):

@@ -204,15 +204,23 @@ class LaunchClock:
     def __init__(self) -> None:
         self._end_s = 0.0
         self._predicted_ms = 0.0
+        self._done_s = self._step_ms = 0.0
 
     def launched(self, now_s: float, predicted_ms: float) -> None:
         """A step was launched behind those in flight."""
         self._end_s = max(self._end_s, now_s) + predicted_ms / 1e3
         self._predicted_ms = predicted_ms
 
-    def done(self, now_s: float, in_flight: int) -> None:
-        """A step was collected; with one left, that one began now."""
+    def done(self, now_s: float, in_flight: int, step_ms: float) -> None:
+        """A step was collected, which took so long on the device; with one left, that one began now."""
+        self._done_s, self._step_ms = now_s, step_ms
         self._end_s = now_s + self._predicted_ms / 1e3 if in_flight else now_s
+
+    @property
+    def busy_until_s(self) -> float:
+        """Until then at least the device has something to do, if it has been given a step: its predicted end, or where
+        nothing was measured half of what the last one took."""
+        return max(self._end_s, self._done_s + (0.0 if self._predicted_ms else self._step_ms / 2e3))
 
     def launch_at_s(self) -> float:
         """The earliest useful time to launch behind the step in flight: now (0) for short steps."""

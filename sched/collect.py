@@ -44,6 +44,8 @@ class LaunchedStep:
     launched_s: float
     loading: list[Request]
     """Requests whose host pages it loads."""
+    skipped: int = 0
+    """Samples left out because their masks were late; their generations are then -1."""
 
 
 def remember(batch: ScheduleBatch, table: SlotTable, step: int, ring_slot: int, now_s: float) -> LaunchedStep:
@@ -77,6 +79,10 @@ class Collected:
     deltas: StepDeltas
     ended: list[Request]
     overruns: int
+    matched: NDArray[np.int64]
+    """Handles of requests that have a grammar and go on ..."""
+    matched_ids: NDArray[np.int32]
+    """... and the ids that they got."""
 
 
 def collect(
@@ -129,6 +135,7 @@ def collect(
             goes_on[i] = False
     wants = [_prompt_logprobs(want, results) for want in launched.wants if want.request.stage is not Stage.ENDED]
     handles = table.handle[slots]
+    matched = table.masked[slots] & goes_on
     _publish(scheduler, slots, goes_on)
     for request in ended:
         scheduler.end(request)
@@ -148,7 +155,9 @@ def collect(
             prompt_logprobs=wants,
         ),
         ended=ended,
-        overruns=count - len(rows),
+        overruns=count - len(rows) - launched.skipped,
+        matched=handles[matched],
+        matched_ids=ids[matched],
     )
 
 
@@ -160,7 +169,8 @@ def _end_of(request: Request, token: int, known: int, failed: bool) -> Finished 
         return Finished(handle, "error", outputs, message, retractions=retractions)
     if token in request.submit.sampling.stop_ids and outputs > request.submit.sampling.min_tokens:
         return Finished(handle, "stop", outputs, matched_stop_id=token, retractions=retractions)
-    if known >= request.limit_tokens:
+    # With a grammar its matcher says, some 0.1 ms later, whether the output is complete or cut.
+    if known >= request.limit_tokens and request.matching is None:
         return Finished(handle, "length", outputs, retractions=retractions)
     return None
 

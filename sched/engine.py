@@ -29,24 +29,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.cache import KvCache
-from headrace.kvcache.host import WritePolicy
-from headrace.kvcache.identity import PageHash, PrefixKey, namespace
-from headrace.kvcache.layout import KvLayout
-from headrace.kvcache.prefetch import PrefetchOptions
-from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageLimits, StorageRefused
-from headrace.kvcache.storage.protocol import OpenStore
-from headrace.ops.wire import Backup, BackupDone, Forward, MakePools, Ready, Sample, Start, StepDone
+from headrace.kvcache.identity import PrefixKey, namespace
+from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageRefused
+from headrace.ops.wire import Backup, BackupDone, Forward, MakePools, Ready, StepDone
 from headrace.sched.batch import encode
 from headrace.sched.budget import TARGET_STEP_MS, CopyPace, CostModel, LaunchClock, StepBudget
 from headrace.sched.cache_control import CacheControl
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.device import Device, EngineFailed
 from headrace.sched.executors.protocol import Connect
+from headrace.sched.grammar import Grammar
+from headrace.sched.masks import SampleStage
+from headrace.sched.matching import ConnectGrammar, Matchers
 from headrace.sched.messages import (
     WAIT_CAUSES,
     EngineStatus,
@@ -60,7 +58,7 @@ from headrace.sched.messages import (
     Submit,
     WaitCause,
 )
-from headrace.sched.policies import SchedulePolicy
+from headrace.sched.options import EngineOptions
 from headrace.sched.request import Request
 from headrace.sched.scheduler import Scheduler
 
@@ -69,53 +67,6 @@ log = logging.getLogger(__name__)
 WATCH_PERIOD_S: Final = 1.0
 ALARM_SLACK_S: Final = 1e-6
 """A launch that is due so soon is due."""
-
-
-class EngineOptions(msgspec.Struct, frozen=True):
-    """What an engine is told once."""
-
-    layout: KvLayout
-    start: Start
-    """The command that begins a device's life; sizes of slots, context and ring are in it."""
-    num_pages: list[int]
-    """Device pages per layer group."""
-    fingerprint: bytes
-    """Of the weights, dtype and layout: pages are shared only under equal ones."""
-    max_chunk_tokens: int
-    """The largest prefill chunk, whatever the budget: the ring is sized by it."""
-    prefill_tokens: int = 0
-    """Prefill tokens a step; 0 lets the cost model keep mixed steps under `TARGET_STEP_MS`."""
-    warm_up: bool = True
-    """Let the device measure a few steps before it is ready: the cost model is made of them."""
-    overlap: bool = True
-    """Launch step n+1 before n is collected."""
-    reuse: bool = True
-    """Match prefixes in the index."""
-    salt_key: bytes = b""
-    """Secret under which salts are hashed."""
-    page_hash: PageHash = "xxh3"
-    host_pages: int = 0
-    """Pages of the host tier, all groups together; 0 for none."""
-    write_policy: WritePolicy = "write_through"
-    storage: OpenStore | None = None
-    """The storage tier behind the host's."""
-    storage_limits: StorageLimits = StorageLimits()
-    prefetch: PrefetchOptions = PrefetchOptions()
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    schedule_policy: SchedulePolicy = "least-work"
-    preempt_above: int | None = None
-    """A request whose priority is higher by more than this takes the place of one that runs; None: never."""
-    schedule_seed: int = 0
-    """Of the policy `random`."""
-    target_itl_ms: float = 0.0
-    """The longest gap between two decode steps that prefill should cause; 0 is `TARGET_STEP_MS`."""
-    conservativeness: float = 1.0
-    """Factor on the outputs that admission expects running requests still to produce."""
-    step_timeout_s: float = 60.0
-    """A device that has not completed its oldest step in this time is taken for hung and restarted."""
-    start_timeout_s: float = 600.0
-    """The same for loading and warming up, from one sign of progress to the next."""
 
 
 class Engine:
@@ -127,8 +78,10 @@ class Engine:
         connect: Connect,
         sink: Callable[[StepDeltas], None],
         connect_storage: ConnectStorage | None = None,
+        connect_grammar: ConnectGrammar | None = None,
     ) -> None:
-        """`connect_storage` starts the agent of the storage tier, if `options.storage` asks for one."""
+        """`connect_storage` starts the agent of the storage tier, if `options.storage` asks for one; `connect_grammar`
+        the worker that computes masks, when the first grammar comes."""
         self.sink = sink
         self._options = options
         self._connect = connect
@@ -166,6 +119,7 @@ class Engine:
         self._costs = CostModel(())
         self._clock = LaunchClock()
         self._in_flight: deque[LaunchedStep] = deque()
+        self._sampling = SampleStage(self._scheduler, self._wake_at)
         self._free_ring: list[int] = []
         self._copies: dict[int, _UnderWay] = {}
         """Copies under way, by transfer."""
@@ -184,6 +138,12 @@ class Engine:
             options.page_hash,
             lambda: self.max_context_tokens,
             self._storage,
+        )
+        self._matchers = Matchers(
+            connect_grammar,
+            on_mask=self._mask_came,
+            on_complete=lambda request: self._end(self._requests[request], "stop"),
+            on_broken=lambda request, message: self._end(self._requests[request], "error", message),
         )
         self._alarm: asyncio.TimerHandle | None = None
         self._unchecked = False
@@ -216,6 +176,10 @@ class Engine:
     def in_flight(self) -> tuple[int, ...]:
         """Steps launched and not collected, the oldest first."""
         return tuple(launched.step for launched in self._in_flight)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Before a request with it is submitted. Raises BadGrammar, GrammarWorkerFailed, Overloaded."""
+        await self._matchers.compile(grammar)
 
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises Overloaded at the queue's bounds, NeverFits if it can never run, EngineFailed."""
@@ -255,6 +219,8 @@ class Engine:
         self._stop_ids[list(sampling.stop_ids)] = True
         self._requests[submit.request] = request
         self._prompt_tokens += prompt_tokens
+        if sampling.grammar is not None:
+            request.matching = self._matchers.begin(submit.request, sampling.grammar, sampling.stop_ids)
         if sampling.prompt_logprobs < 0:
             request.prefetch = self._cache.prefetch(key, submit.prefetch_policy or None)
         self._scheduler.enqueue(request, now_s)
@@ -330,6 +296,8 @@ class Engine:
             device_restarts=device.restarts,
             step_failures=device.step_failures,
             integrity_alarms=self._integrity_alarms,
+            late_masks=self._sampling.late_masks,
+            grammar_worker_restarts=self._matchers.restarts,
         )
 
     def check_integrity(self) -> None:
@@ -347,6 +315,7 @@ class Engine:
                 stages.create_task(self._watch(), name="watch")
                 if self._storage is not None:
                     stages.create_task(self._storage.serve(), name="storage")
+                stages.create_task(self._matchers.serve(), name="grammars")
         except ExceptionGroup as group:
             first = _first(group)
             stage_died = EngineFailed(f"a stage of the engine died: {first!r}")
@@ -379,6 +348,7 @@ class Engine:
     def _device_lost(self, reason: str) -> None:
         """Its pages are void: what ran on them fails, what waits goes on when a device is back."""
         self._in_flight.clear()
+        self._sampling.forget()
         self._copies.clear()
         for request in self._scheduler.forget_device():
             self._drop(request)
@@ -396,15 +366,17 @@ class Engine:
             self._pump()
 
     def _pump(self) -> None:
-        """Launch what should be launched now, and set the alarm for what should be later; while idle, copy."""
+        """Sample and launch what should be now, and set the alarm for what should be later; while idle, copy."""
         depth = 2 if self._options.overlap else 1
-        while self._device.ready is not None and len(self._in_flight) < depth:
+        while self._device.ready is not None:
+            if self._sampling.waits and not self._sample():
+                return
+            if len(self._in_flight) >= depth:
+                break
             at_s = self._clock.launch_at_s() if self._in_flight else 0.0
             # A clock of whole nanoseconds never reaches a float between two of them: the alarm would go off for ever.
             if at_s > self._loop.time() + ALARM_SLACK_S:
-                if self._alarm is not None:
-                    self._alarm.cancel()
-                self._alarm = self._loop.call_at(at_s, self._wake.set)
+                self._wake_at(at_s)
                 return
             if not self._launch():
                 break
@@ -436,16 +408,34 @@ class Engine:
                 self._cached_tokens += request.cached_tokens
                 self._cached_host_tokens += request.cached_host_tokens
                 self._cached_storage_tokens += request.cached_storage_tokens
+        self._sampling.launched(launched, batch.counts.rows)
         scheduler.launched(batch, step)
-        self._device.send(Sample(step, ring_slot))
         if not self._in_flight:
             self._device.begins_work()
         self._in_flight.append(launched)
         predicted_ms = self._costs.predict_ms(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs)
         self._clock.launched(now_s, predicted_ms)
         self._unchecked = True
+        self._sample()
         self._send_copy()
         return True
+
+    def _sample(self) -> bool:
+        """Send the `Sample` of the step that was launched last; False if it still waits for masks."""
+        is_next = len(self._in_flight) == 1
+        sample = self._sampling.sample(self._device.ring, is_next, self._loop.time(), self._clock.busy_until_s)
+        if sample is None:
+            return False
+        self._device.send(sample)
+        if is_next:
+            # While it waited for masks the device owed nothing.
+            self._device.begins_work()
+        return True
+
+    def _wake_at(self, at_s: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._loop.call_at(at_s, self._wake.set)
 
     def _send_copy(self) -> bool:
         """One copy to the host behind the step that was just launched, or behind nothing when idle; False if there is
@@ -483,7 +473,9 @@ class Engine:
         for request in collected.ended:
             self._drop(request)
         self._costs.observe(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs, done.step_ms)
-        self._clock.done(now_s, len(self._in_flight))
+        self._clock.done(now_s, len(self._in_flight), done.step_ms)
+        if len(collected.matched):
+            self._matchers.advance(collected.matched.tolist(), collected.matched_ids.tolist())
         self._pump()
         self._steps += 1
         self._overrun_tokens += collected.overruns
@@ -522,8 +514,17 @@ class Engine:
         self._pending_ends.append(finished)
         self._wake.set()
 
+    def _mask_came(self, request: int) -> None:
+        """Only now is it known whether an output at its limit is complete or cut: complete, and no mask had come."""
+        found = self._requests[request]
+        if self._outputs(found) >= found.submit.sampling.max_tokens:
+            self._end(found, "length")
+        self._wake.set()
+
     def _drop(self, request: Request) -> None:
         del self._requests[request.submit.request]
+        if request.matching is not None:
+            self._matchers.end(request.submit.request)
         for deadline in request.deadlines:
             deadline.cancel()
 
@@ -560,7 +561,8 @@ class Engine:
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             device, silent_s = self._device, self._device.silent_s
-            if self._in_flight and silent_s > self._options.step_timeout_s:
+            owes = len(self._in_flight) > self._sampling.waits
+            if owes and silent_s > self._options.step_timeout_s:
                 device.lose(f"the device has not completed step {self._in_flight[0].step} in {silent_s:.0f} s")
             elif device.starting and silent_s > self._options.start_timeout_s:
                 device.lose(f"the device has made no progress ({device.message or 'starting'}) in {silent_s:.0f} s")

@@ -13,17 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.ops.wire import F32, I32
+from headrace.sched.grammar import Grammar
 
 MAX_LOGIT_BIASES: Final = 1024
 """Entries of `logit_bias`, and ids of `stop_ids`, that one request may have."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "queue_timeout", "error"]
 """`timeout`: not done in time; `queue_timeout`: not begun in time."""
-WaitedFor: TypeAlias = Literal["", "turn", "slot", "pages", "budget", "prefix", "storage"]
+WaitedFor: TypeAlias = Literal["", "turn", "slot", "pages", "budget", "prefix", "storage", "mask"]
 """What a request waited for before it began, the last thing of several: nothing; others before it; a slot
-(`--max-running-requests`); KV pages; room in a step; pages that another request was computing; pages from storage."""
+(`--max-running-requests`); KV pages; room in a step; pages that another request was computing; pages from storage; its
+grammar's first mask."""
 
-WaitCause: TypeAlias = Literal["turn", "slot", "pages", "budget", "prefix", "storage", "load", "prefill"]
+WaitCause: TypeAlias = Literal["turn", "slot", "pages", "budget", "prefix", "storage", "mask", "load", "prefill"]
 WAIT_CAUSES: Final[tuple[WaitCause, ...]] = get_args(WaitCause)
 """What a request can wait for until its first id: the same, `turn` until it is first looked at; then `load`, copying
 host pages to the device in its first step, and `prefill`, the rest of the steps until its first id."""
@@ -55,7 +57,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logprobs: int = -1
     """-1: none; k: the drawn id's and the k best's, at most `MAX_LOGPROBS`."""
     prompt_logprobs: int = -1
-    """The same for the prompt's ids from the second on."""
+    """The same for the prompt's ids from `prompt_logprobs_from` on."""
+    prompt_logprobs_from: int = 1
+    """At least 1: the first id of a prompt follows nothing. What lies before can come from the cache."""
+    grammar: Grammar | None = None
+    """What the output must match. When it is complete the request ends, whatever `min_tokens` and `stop_ids` say."""
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -239,6 +245,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     device_restarts: int
     step_failures: int
     integrity_alarms: int
+    late_masks: int
+    """Rows that were computed once more because their mask was late."""
+    grammar_worker_restarts: int
 
 
 class Flushed(msgspec.Struct, frozen=True):

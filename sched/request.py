@@ -30,6 +30,7 @@ from headrace.kvcache.cache import Holding
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.prefetch import Prefetch
 from headrace.ops.wire import I32
+from headrace.sched.matching import Matching
 from headrace.sched.messages import WAIT_CAUSES, Submit, WaitCause, WaitedFor
 
 
@@ -52,9 +53,10 @@ class Request:
 
     __slots__ = (
         *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadlines", "filling_from"),
-        *("filling_to", "holding", "ids", "key", "matched_tokens", "matched_version", "order", "place", "prefetch"),
-        *("prefetch_decision", "prefetch_policy", "prefetch_reason", "prompt_logprobs_from", "retractions", "saved_by"),
-        *("saved_ms", "slot", "stage", "started", "submit", "waited_for", "waited_ms", "waits_for", "_waiting_since_s"),
+        *("filling_to", "holding", "ids", "key", "matched_tokens", "matched_version", "matching", "order", "place"),
+        *("prefetch", "prefetch_decision", "prefetch_policy", "prefetch_reason", "prompt_logprobs_from", "retractions"),
+        *("saved_by", "saved_ms", "slot", "stage", "started", "submit", "waited_for", "waited_ms", "waits_for"),
+        "_waiting_since_s",
     )
 
     def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
@@ -86,9 +88,12 @@ class Request:
         self.waited_ms: dict[WaitCause, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
         """What it waited for before, until its first id."""
         self._waiting_since_s = arrival_s
-        self.prompt_logprobs_from = 1 if submit.sampling.prompt_logprobs >= 0 else len(submit.prompt_ids)
+        wants = submit.sampling.prompt_logprobs >= 0
+        self.prompt_logprobs_from = submit.sampling.prompt_logprobs_from if wants else len(submit.prompt_ids)
         """Prompt positions from here on still need their logprobs."""
         self.retractions = 0
+        self.matching: Matching | None = None
+        """Its grammar, if it has one, and how far the output has come in it."""
         self.matched_tokens = 0
         """Of its known tokens, cached when the index had `matched_version`."""
         self.matched_version = -1
@@ -109,6 +114,12 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         return len(self.submit.prompt_ids)
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether it has a grammar that has not said yet what the next output may be."""
+        outputs = len(self.ids) - self.prompt_tokens
+        return self.matching is not None and self.matching.mask(outputs) is None
 
     @property
     def limit_tokens(self) -> int:
@@ -146,6 +157,8 @@ class SlotTable:
         self.decoding: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         self.watched: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         """Every result needs a look of its own (logprobs)."""
+        self.masked: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        """What may be drawn is said by a grammar."""
 
     @property
     def free_slots(self) -> int:
@@ -167,6 +180,7 @@ class SlotTable:
         self.published[slot] = holding.lease.num_pages
         self.decoding[slot] = False
         self.watched[slot] = request.submit.sampling.logprobs >= 0
+        self.masked[slot] = request.matching is not None
         request.slot = slot
         request.holding = holding
         request.key.tokens = self.tokens[slot]
@@ -182,7 +196,7 @@ class SlotTable:
         request.slot = -1
         self.requests[slot] = None
         self.generation[slot] += 1
-        self.decoding[slot] = False
+        self.decoding[slot] = self.masked[slot] = False
         self._free.append(slot)
 
     def check(self) -> None:

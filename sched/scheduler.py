@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.kvcache.cache import Holding, KvCache
 from headrace.kvcache.pool import Fence
@@ -155,6 +156,12 @@ class Scheduler:
                 self.prefilling.remove(request)
                 self._forget_filling(request, request.filling_to)
 
+    def skip(self, slots: NDArray[np.int64]) -> None:
+        """The decoding rows of these slots in the step launched last are not sampled: the next step repeats them."""
+        assert (self.table.decoding[slots] & (self.table.extent[slots] == self.table.computed[slots] + 1)).all()
+        self.table.computed[slots] -= 1
+        self.table.extent[slots] -= 1
+
     def publish(self, request: Request, filled_tokens: int) -> None:
         """Put a request's full pages of known, launched tokens into the index."""
         slot, holding = request.slot, request.holding
@@ -253,7 +260,7 @@ class Scheduler:
 
     def _urgent(self) -> Request | None:
         """The first of the waiting, if it may preempt and could begin but for others."""
-        if self._preempt_above is None or (first := self.waiting.candidate(0)) is None:
+        if self._preempt_above is None or (first := self.waiting.candidate(0)) is None or first.lacks_mask:
             return None
         return None if self._waits_for_storage(first) or self._is_being_filled(first) else first
 
@@ -294,7 +301,7 @@ class Scheduler:
             if obstacle:
                 request.waited_for = obstacle
                 request.wait_for(obstacle, self._now_s)
-                if obstacle not in ("prefix", "storage"):
+                if obstacle not in ("prefix", "storage", "mask"):
                     return
                 at += 1
 
@@ -304,6 +311,8 @@ class Scheduler:
         cache, needed = self.cache, self.cache.layout.pages(len(request.ids))
         if not self.table.free_slots:
             return "slot"
+        if request.lacks_mask:
+            return "mask"
         if self._is_being_filled(request):
             return "prefix"
         if not budget.tokens(0):
@@ -327,8 +336,10 @@ class Scheduler:
         return ""
 
     def _open(self, request: Request) -> Holding:
-        match = request.prompt_logprobs_from >= request.prompt_tokens
-        return self.cache.open(request.key, request.limit_tokens, match)
+        # The logprob of a prompt id comes from the logits of the position before it.
+        wants = request.prompt_logprobs_from < request.prompt_tokens
+        compute_from = request.prompt_logprobs_from - 1 if wants else None
+        return self.cache.open(request.key, request.limit_tokens, compute_from)
 
     def _reserve(self, request: Request, leaving: Sequence[Request] = ()) -> int:
         """Pages that admission leaves for the outputs of those that run, but for those leaving, and of this request

@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeAlias, TypeVar, cast
 import msgspec
 from aiohttp import web
 
+from headrace.sched.grammar import Grammar
 from headrace.server.access import Keys
 from headrace.server.body import check_parts, decode, read_body
 from headrace.server.emit import Emitter
@@ -27,6 +28,7 @@ from headrace.server.metrics import Metrics
 from headrace.server.openai_requests import GenerationFields, prefetch_policy
 from headrace.server.readiness import Readiness
 from headrace.server.sampling import Vocabulary
+from headrace.server.structured_output import asked_grammar, checked_grammar
 from headrace.server.text import TextService
 
 DEFAULT_MODEL_NAME: Final = "default"
@@ -150,6 +152,17 @@ class Api:
             deadline_ms=_shorter_ms(self.settings.request_timeout_s, fields.timeout_s),
             queue_deadline_ms=_shorter_ms(self.settings.queue_timeout_s, fields.queue_timeout_s),
         )
+
+    async def grammar(self, fields: GenerationFields) -> Grammar | None:
+        """What the output must match, compiled by then. Raises ApiError."""
+        asked = asked_grammar(
+            fields.response_format,
+            json_schema=fields.json_schema,
+            regex=fields.regex,
+            ebnf=fields.ebnf,
+            grammar=fields.grammar,
+        )
+        return await checked_grammar(self.engine, asked)
 
     def _priority(self, asked: int | None) -> int:
         """The engine's, where higher goes first. Raises ApiError 400."""

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.sched.cache_control import CacheControl
+from headrace.sched.grammar import Grammar
 from headrace.sched.messages import EngineStatus, Flushed, StepDeltas, Submit
 
 
 class EngineApi(Protocol):
-    """All calls are made on the event loop; none of them waits, but for `run` and what `control` has that says so."""
+    """All calls are made on the event loop; none of them waits, but for what is a coroutine, and what
+    `control` has that says so."""
 
     sink: Callable[[StepDeltas], None]
     """Called after each step that gave something. It only takes note: the engine collects and launches first."""
@@ -22,6 +24,10 @@ class EngineApi(Protocol):
     @property
     def writing(self) -> bool:
         """Whether cached pages are on their way to the host or to storage: at the end they are worth a wait."""
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar before a request with it is submitted, off the loop. Raises BadGrammar, which is the
+        client's fault, GrammarWorkerFailed and Overloaded."""
 
     def submit(self, submit: Submit) -> None:
         """Queue a request. Raises Overloaded or NeverFits."""

@@ -26,12 +26,14 @@ from headrace.ops.models.config import ModelConfig, UnsupportedModel
 from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import GroupShape, RingGeometry, Start
 from headrace.sched.batch import max_batch_bytes
-from headrace.sched.engine import Engine, EngineOptions
+from headrace.sched.engine import Engine
 from headrace.sched.executors.protocol import DeviceUnavailable
 from headrace.sched.executors.worker_process import WorkerProcess
+from headrace.sched.options import EngineOptions
 from headrace.server.api import Api, ApiSettings, Priorities
 from headrace.server.config import BadSetting, Settings
 from headrace.server.fingerprint import model_fingerprint
+from headrace.server.grammar_process import GrammarProcess
 from headrace.server.hardware import read_hardware
 from headrace.server.host_pool import HostPool
 from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
@@ -197,11 +199,14 @@ async def _serve(
         assert descriptor is not None
         return AgentProcess(descriptor)
 
+    async def connect_grammar() -> GrammarProcess:
+        return GrammarProcess(path)
+
     async def load_text() -> LoadedText:
         # The worker's process has been started by now: the two load side by side.
         return LoadedText(TextService.open(path, template if settings.chat_template else None), template)
 
-    api = Api(api_settings, Engine(options, connect, lambda deltas: None, connect_storage))
+    api = Api(api_settings, Engine(options, connect, lambda deltas: None, connect_storage, connect_grammar))
     return await run_server(
         sock, api, load_text, drain_timeout_s=settings.drain_timeout_s, tell=lambda line: print(line, flush=True)
     )

@@ -51,6 +51,8 @@ _COUNTERS: Final = (
     ("prefetch_declined_bytes", "prefetch_declined_bytes", "Found in storage, and not read: the host had no room."),
     ("prefill_saved_milliseconds", "saved_ms", "Estimated time that computing the reused tokens would have taken."),
     ("integrity_alarms", "integrity_alarms", "Checks of the cache that found a fault."),
+    ("late_masks", "late_masks", "Rows computed once more because their grammar's mask was late."),
+    ("grammar_worker_restarts", "grammar_worker_restarts", "Restarts of the grammar worker."),
 )
 _GAUGES: Final = (
     ("num_requests_running", "running", "Requests in the running batch."),

@@ -29,6 +29,7 @@ from headrace.server.sampling import sampling_params
 from headrace.server.slices import converted
 from headrace.server.sse import event
 from headrace.server.streams import ChoiceStream, Delta, Finish, StreamGroup, TokenScore
+from headrace.server.structured_output import Asked, asked_grammar, checked_grammar
 from headrace.server.tokenizer import Tokenizer
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
@@ -46,10 +47,13 @@ class NativeSampling(SamplingFields, kw_only=True):
     min_new_tokens: _Count | None = None
     sampling_seed: _Seed | None = None
     seed: _Seed | None = None
-    stop_regex: Any = None
     regex: Any = None
     json_schema: Any = None
     ebnf: Any = None
+    """What the output must match: see `structured_output`."""
+
+    # Refused unless null.
+    stop_regex: Any = None
     structural_tag: Any = None
 
 
@@ -97,7 +101,7 @@ _REFUSED: Final = (
     *("token_ids_logprob", "input_embeds", "image_data", "audio_data", "video_data"),
     *("custom_logit_processor", "return_hidden_states", "return_routed_experts"),
 )
-_REFUSED_IN_SAMPLING: Final = ("stop_regex", "regex", "json_schema", "ebnf", "structural_tag")
+_REFUSED_IN_SAMPLING: Final = ("stop_regex", "structural_tag")
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -118,7 +122,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
             raise bad_request("`sampling_params.n` must be the same for the whole batch.", "sampling_params.n")
         if len(prompts) * n > MAX_CHOICES:
             raise bad_request(f"{len(prompts) * n} choices are too many; at most {MAX_CHOICES} are allowed.", "text")
-        jobs = [_job(api, body, prompt, params, n) for prompt, params in zip(prompts, sampling)]
+        asked = [_asked_grammar(params) for params in sampling]
+        for grammar in dict.fromkeys(asked):
+            await checked_grammar(api.engine, grammar)
+        jobs = [_job(api, body, *job, n) for job in zip(prompts, sampling, asked)]
         group = generation.submit(
             jobs,
             api.text.tokenizer,
@@ -163,11 +170,25 @@ def _sampling_of(body: GenerateRequest, prompts: int) -> list[NativeSampling]:
     for one in each:
         for name in _REFUSED_IN_SAMPLING:
             if getattr(one, name) is not None:
-                raise unsupported(f"`{name}`: constrained output is not supported yet. Leave it out.", name)
+                raise unsupported(f"`sampling_params.{name}` is not supported. Leave it out.", name)
     return each
 
 
-def _job(api: Api, body: GenerateRequest, prompt: EncodedPrompt, params: NativeSampling, n: int) -> PromptJob:
+def _asked_grammar(params: NativeSampling) -> Asked | None:
+    """Raises ApiError."""
+    return asked_grammar(
+        json_schema=params.json_schema, regex=params.regex, ebnf=params.ebnf, prefix="sampling_params."
+    )
+
+
+def _job(
+    api: Api,
+    body: GenerateRequest,
+    prompt: EncodedPrompt,
+    params: NativeSampling,
+    asked: Asked | None,
+    n: int,
+) -> PromptJob:
     param = "input_ids" if prompt.text is None else "text"
     max_tokens = api.max_tokens(
         len(prompt.ids), params.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, param, "sampling_params.max_new_tokens"
@@ -188,6 +209,8 @@ def _job(api: Api, body: GenerateRequest, prompt: EncodedPrompt, params: NativeS
         seed=params.sampling_seed if params.sampling_seed is not None else params.seed,
         logprobs=logprobs,
         prompt_logprobs=logprobs if _scores_prompt(body) else -1,
+        prompt_logprobs_from=body.logprob_start_len or 0,
+        grammar=None if asked is None else asked.grammar,
     )
     return PromptJob(prompt.ids, sampling, n, options)
 

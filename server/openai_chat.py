@@ -50,6 +50,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     refuse_unsupported_chat(body)
     n = api.check_n(body.n)
     with api.running.claim(body.given_request_id, "chatcmpl-") as generation:
+        grammar = await api.grammar(body)
         ids = await encode_chat(
             api.text,
             body.messages,
@@ -68,6 +69,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             min_tokens=options.min_tokens,
             seed=body.seed,
             logprobs=logprobs,
+            grammar=grammar,
         )
         group = generation.submit(
             [PromptJob(ids, sampling, n, options)],

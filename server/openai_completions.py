@@ -7,6 +7,7 @@ from typing import Final
 
 from aiohttp import web
 
+from headrace.sched.grammar import Grammar
 from headrace.server.answers import events, json_answer, whole
 from headrace.server.api import Api, api_of
 from headrace.server.encoding import EncodedPrompt, encode_prompts
@@ -58,8 +59,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
                 f"{len(prompts)} prompts, `n` times {n}, are {len(prompts) * n} choices; at most {MAX_CHOICES} run."
             )
             raise bad_request(message, "n", "invalid_value")
+        grammar = await api.grammar(body)
         group = generation.submit(
-            [_job(api, body, prompt, n) for prompt in prompts],
+            [_job(api, body, prompt, n, grammar) for prompt in prompts],
             api.text.tokenizer,
             api.terms(body, request),
             eager=bool(body.stream),
@@ -81,7 +83,7 @@ def _refuse(body: CompletionRequest, n: int) -> None:
         raise unsupported("`echo` with `logprobs` and `n` above 1 is not streamed; leave `stream` out.", "stream")
 
 
-def _job(api: Api, body: CompletionRequest, prompt: EncodedPrompt, n: int) -> PromptJob:
+def _job(api: Api, body: CompletionRequest, prompt: EncodedPrompt, n: int, grammar: Grammar | None) -> PromptJob:
     max_tokens = api.max_tokens(len(prompt.ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt", "max_tokens")
     logprobs = -1 if body.logprobs is None else body.logprobs
     options = output_options(body, max_tokens, logprobs, discard=max_tokens == 0)
@@ -93,6 +95,7 @@ def _job(api: Api, body: CompletionRequest, prompt: EncodedPrompt, n: int) -> Pr
         seed=body.seed,
         logprobs=logprobs,
         prompt_logprobs=logprobs if body.echo else -1,
+        grammar=grammar,
     )
     return PromptJob(prompt.ids, sampling, n, options)
 

@@ -87,12 +87,13 @@ class GenerationFields(SamplingFields, kw_only=True):
     queue_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
-
-    # Refused unless null (or false): see `refuse_unsupported`.
+    json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
-    json_schema: Any = None
     grammar: Any = None
+    """What the output must match: see `structured_output`."""
+
+    # Refused unless null (or false): see `refuse_unsupported`.
     structural_tag: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -178,10 +179,15 @@ class CompletionRequest(GenerationFields, kw_only=True):
 chat_decoder: Final = msgspec.json.Decoder(ChatRequest)
 completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
 
-_CONSTRAINTS: Final = (
-    *("regex", "ebnf", "json_schema", "grammar", "structural_tag", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
+_CONSTRAINTS: Final = {
+    "structural_tag": "response_format",
+    "structured_outputs": "response_format",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "regex",
+    "guided_grammar": "ebnf",
+}
+"""Other names for constrained output, and what to send instead."""
 _REFUSED: Final = (
     ("logits_processors", "Custom logits processors are not supported"),
     ("custom_logit_processor", "Custom logits processors are not supported"),
@@ -202,18 +208,13 @@ _REFUSED_IN_CHAT: Final = (
 
 def refuse_unsupported(request: GenerationFields) -> None:
     """Raise ApiError 400 for what both endpoints know by name and can't do."""
-    for name in _CONSTRAINTS:
+    for name, instead in _CONSTRAINTS.items():
         if getattr(request, name) is not None:
-            raise unsupported(f"`{name}`: constrained output is not supported yet. Leave it out.", name)
+            raise unsupported(f"`{name}` is not supported. Send `{instead}`.", name)
     refuse_adapters(request)
     for name, message in _REFUSED:
         if getattr(request, name):
             raise unsupported(f"{message}. Leave `{name}` out.", name)
-    kind = (request.response_format or {"type": "text"}).get("type")
-    if kind in ("json_object", "json_schema", "structural_tag"):
-        raise unsupported(f"`response_format` of type `{kind}` is not supported yet; `text` is.", "response_format")
-    if kind != "text":
-        raise bad_request("`response_format.type` must be `text`.", "response_format", "invalid_value")
 
 
 def refuse_adapters(request: msgspec.Struct) -> None:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from headrace.sched.grammar import Grammar
 from headrace.sched.messages import SamplingParams
 from headrace.server.errors import bad_request
 from headrace.server.openai_requests import SamplingFields
@@ -33,6 +34,8 @@ def sampling_params(
     seed: int | None,
     logprobs: int = -1,
     prompt_logprobs: int = -1,
+    prompt_logprobs_from: int = 1,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """OpenAI's defaults where nothing is said.
 
@@ -63,6 +66,8 @@ def sampling_params(
         stop_ids=tuple(dict.fromkeys((*model_stops, *own_stops))),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_from=max(prompt_logprobs_from, 1),
+        grammar=grammar,
     )
 
 

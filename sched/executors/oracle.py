@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from headrace.ops.wire import (
     I32,
     INIT_INTS,
+    U32,
     Backup,
     BackupDone,
     BatchRing,
@@ -41,6 +42,7 @@ from headrace.ops.wire import (
     StepDone,
     Stop,
 )
+from headrace.sched.grammar import Matcher
 
 CONTENT_BYTES = 16
 _EMPTY = bytes(CONTENT_BYTES)
@@ -51,12 +53,21 @@ def content(previous: bytes, token: int) -> bytes:
     return xxhash.xxh3_128_digest(previous + token.to_bytes(4, "little"))
 
 
-def draw(contents: bytes, seed: int, position: int, vocab: int, banned: Sequence[int] = ()) -> int:
-    """The next id after these contents: `position` counts outputs, `banned` ids are stepped over."""
+def draw(
+    contents: bytes, seed: int, position: int, vocab: int, banned: Sequence[int] = (), mask: U32 | None = None
+) -> int:
+    """The next id after these contents: `position` counts outputs; ids that are `banned`, or that the mask does not
+    allow, are stepped over. Where the mask allows nothing but banned ids, they are drawn."""
     token = xxhash.xxh3_64_intdigest(contents, seed=(seed ^ position * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF) % vocab
-    while token in banned:
-        token = (token + 1) % vocab
-    return token
+    if mask is None:
+        while token in banned:
+            token = (token + 1) % vocab
+        return token
+    allowed = np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little")
+    without_banned = allowed.copy()
+    without_banned[list(banned)] = 0
+    usable = np.flatnonzero(without_banned if without_banned.any() else allowed)
+    return int(usable[np.searchsorted(usable, token) % len(usable)])
 
 
 def prompt_logprob(contents: bytes, target: int) -> float:
@@ -80,16 +91,23 @@ def expected(
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     min_tokens: int = 0,
+    matcher: Matcher | None = None,
 ) -> list[int]:
-    """The ids of a request that is alone in the world; ends behind the first stop id."""
+    """The ids of a request that is alone in the world; ends behind the first stop id, or where its grammar (a fresh
+    `matcher`) is complete."""
     contents = bytearray()
     last = _EMPTY
     for token in prompt:
         last = content(last, token)
         contents += last
     ids: list[int] = []
+    mask: U32 | None = None if matcher is None else np.zeros((vocab + 31) // 32, np.uint32)
     while len(ids) < outputs:
-        token = draw(bytes(contents), seed, len(ids), vocab, stop_ids if len(ids) < min_tokens else ())
+        if matcher is not None and mask is not None and matcher.fill(mask, frozenset(stop_ids)):
+            break
+        token = draw(bytes(contents), seed, len(ids), vocab, stop_ids if len(ids) < min_tokens else (), mask)
+        if matcher is not None and token not in stop_ids:
+            assert matcher.accept(token), "the matcher does not take what its mask allows"
         ids.append(token)
         if token in stop_ids:
             break
@@ -229,9 +247,9 @@ class OracleDevice:
         for sample, (row, position) in enumerate(zip(batch.sample_row.tolist(), batch.sample_position.tolist())):
             slot = int(batch.row_slot[row])
             sampler = self._samplers[slot]
+            if sample in command.skips:
+                continue
             banned = sampler.stop_ids if position < sampler.min_tokens else ()
-            token = draw(self._contents[row], sampler.seed, position, self._vocab, banned)
-            while sample in masks and not int(masks[sample][token // 32]) >> token % 32 & 1:
-                token = (token + 1) % self._vocab
+            token = draw(self._contents[row], sampler.seed, position, self._vocab, banned, masks.get(sample))
             results.ids[sample] = token
             self._future[slot] = token

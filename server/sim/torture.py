@@ -18,6 +18,7 @@ from headrace.kvcache.prefetch import PrefetchOptions, PrefetchPolicy
 from headrace.sched.cache_control import PinRefused
 from headrace.sched.messages import NeverFits, Overloaded
 from headrace.sched.policies import SchedulePolicy
+from headrace.server.sim.grammar import END_ID
 from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.virtual_loop import run
 from headrace.server.sim.world import VOCAB, Watched, World, WorldShape
@@ -36,6 +37,9 @@ class Report(msgspec.Struct, frozen=True):
     host_tokens: int
     storage_tokens: int
     agent_restarts: int
+    grammar_requests: int
+    late_masks: int
+    grammar_worker_restarts: int
     overrun_tokens: int
     device_restarts: int
     pinned: int
@@ -85,6 +89,7 @@ async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
         shape,
         schedule_policy=policies.choice(get_args(SchedulePolicy)),
         preempt_above=policies.choice((None, 0, 2)),
+        mask_us=policies.choice((10, 500, 3000)),
     )
     async with World(seed, shape, check_every_step) as world:
         schedule = _Schedule(world, rng, seed)
@@ -112,6 +117,9 @@ async def _torture(seed: int, requests: int, check_every_step: bool) -> Report:
             host_tokens=sum(w.started.cached_host_tokens for w in world.requests.values() if w.started),
             storage_tokens=sum(w.started.cached_storage_tokens for w in world.requests.values() if w.started),
             agent_restarts=max(0, world.agents - 1),
+            grammar_requests=sum(w.submit.sampling.grammar is not None for w in world.requests.values()),
+            late_masks=status.late_masks,
+            grammar_worker_restarts=status.grammar_worker_restarts,
             overrun_tokens=status.overrun_tokens,
             device_restarts=status.device_restarts,
             pinned=schedule.pinned,
@@ -126,8 +134,9 @@ class _Schedule:
         self.refused = 0
         self.pinned = 0
         self._pins: list[str] = []
+        self._grammars = random.Random(seed ^ 1)
         self._controls = random.Random(seed)
-        """Of its own: with a seed, requests and faults come as they would without pins."""
+        """Of their own: with a seed, requests and faults come as they would without pins and grammars."""
         self._priorities = random.Random(seed)
         self._world = world
         self._rng = rng
@@ -142,8 +151,15 @@ class _Schedule:
         if rng.random() < 0.3:
             sampling["stop_ids"] = [rng.randrange(VOCAB) for _ in range(rng.choice((1, 100)))]
             sampling["min_tokens"] = rng.randint(0, outputs)
+        if self._grammars.random() < 0.25:
+            # Some end by their grammar, some by an end of text, some by their length.
+            text = f"{self._grammars.getrandbits(60)} {self._grammars.randint(1, 40)}"
+            sampling["grammar"] = {"kind": "toy", "text": text}
+            if self._grammars.random() < 0.7:
+                sampling.setdefault("stop_ids", [END_ID])
         if rng.random() < 0.1:
             sampling["prompt_logprobs"] = 0
+            sampling["prompt_logprobs_from"] = self._grammars.randint(1, len(prompt))
         if rng.random() < 0.2:
             sampling |= {"repetition_penalty": 1.1, "logit_bias": [(1, 0.5)]}
         priority = self._priorities.choice((0, 0, 0, 1, 3))
@@ -168,6 +184,10 @@ class _Schedule:
             rng.choice((world.kill_device, world.kill_device, world.kill_agent))()
         if rng.random() < faults / 2:
             rng.choice((world.hang_device, world.hang_agent))(rng.choice((0.01, 0.5, 5.0)))
+        if self._grammars.random() < faults:
+            world.kill_grammar_worker()
+        if self._grammars.random() < faults / 2:
+            world.hang_grammar_worker(self._grammars.choice((0.01, 0.5, 30.0)))
 
     def _control(self) -> None:
         """Pin what a request had, let a pin go, or clear a prompt or a salt."""
@@ -203,4 +223,4 @@ class _Schedule:
 
     def _conclude(self, watched: Watched) -> None:
         if watched.ids:
-            self._world.engine.conclude(watched.submit.request, self._rng.randint(1, len(watched.ids)))
+            self._world.conclude(watched.submit.request, self._rng.randint(1, len(watched.ids)))

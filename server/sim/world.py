@@ -39,10 +39,12 @@ from headrace.ops.wire import (
     encoder,
 )
 from headrace.sched.batch import max_batch_bytes
-from headrace.sched.engine import Engine, EngineOptions
+from headrace.sched.engine import Engine
 from headrace.sched.executors.oracle import OracleDevice, expected, prompt_logprob_at
 from headrace.sched.messages import Finished, PromptLogprobs, SamplingParams, Started, StepDeltas, Submit
+from headrace.sched.options import EngineOptions
 from headrace.sched.policies import SchedulePolicy
+from headrace.server.sim.grammar import SimGrammarWorker, compile_toy
 from headrace.server.sim.storage import LastingStore, SimAgent, StorageTimes
 from headrace.server.sim.trace import Trace
 from headrace.server.sim.transport import Faults, SimLink, SimServer
@@ -81,6 +83,8 @@ class WorldShape(msgspec.Struct, frozen=True):
     token_us: float = 0.0
     """Of one prefill token, beyond `forward_us`; the engine is told so in its warm-up."""
     step_timeout_s: float = 5.0
+    mask_us: int = 100
+    """Of one command to the grammar worker, at most; one in eight takes ten times as long."""
 
 
 DEFAULT_SHAPE: Final = WorldShape()
@@ -96,6 +100,8 @@ class Watched:
     finished: Finished | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    concluded: bool = False
+    """A stop string was found in it."""
 
     def expected(self) -> list[int]:
         sampling = self.submit.sampling
@@ -106,6 +112,7 @@ class Watched:
             sampling.seed & 0xFFFFFFFFFFFFFFFF,
             sampling.stop_ids,
             sampling.min_tokens,
+            None if sampling.grammar is None else compile_toy(sampling.grammar, VOCAB),
         )
 
 
@@ -189,6 +196,8 @@ class World:
         self.geometry = RingGeometry(3, batch_bytes, shape.slots, chunk, VOCAB)
         self.agents = 0
         self.agent: SimAgent | None = None
+        self.grammar_lives = 0
+        self.grammar_worker: SimGrammarWorker | None = None
         self.store = LastingStore(shape.storage_pages * 8192)
         self.host_pool = bytearray(shape.host_pages * self.layout.host_slot_bytes(0)) if shape.host_pages else None
         start = Start(
@@ -226,7 +235,7 @@ class World:
             write_policy=shape.write_policy,
             step_timeout_s=shape.step_timeout_s,
         )
-        self.engine = Engine(self.options, self._connect, self._sink, self._connect_storage)
+        self.engine = Engine(self.options, self._connect, self._sink, self._connect_storage, self._connect_grammar)
 
     async def __aenter__(self) -> World:
         self._engine_task = running_loop().create_task(self.engine.run(), name="engine")
@@ -255,6 +264,12 @@ class World:
         self.trace.record("submit", submit.request, len(submit.prompt_ids), submit.sampling.max_tokens)
         return watched
 
+    def conclude(self, request: int, n_tokens: int) -> None:
+        """A stop string is found in a request's first outputs."""
+        if (watched := self.requests.get(request)) is not None and watched.finished is None:
+            watched.concluded = True
+        self.engine.conclude(request, n_tokens)
+
     def kill_device(self) -> None:
         """The device's process dies."""
         if self.connection is not None:
@@ -278,6 +293,18 @@ class World:
         if self.agent is not None:
             self.trace.record("hang agent", duration_s)
             self.agent.hang(round(duration_s * 1e9))
+
+    def kill_grammar_worker(self) -> None:
+        """The grammar worker's process dies."""
+        if self.grammar_worker is not None:
+            self.trace.record("kill grammar worker")
+            self.grammar_worker.kill()
+
+    def hang_grammar_worker(self, duration_s: float) -> None:
+        """The grammar worker answers nothing for a while."""
+        if self.grammar_worker is not None:
+            self.trace.record("hang grammar worker", duration_s)
+            self.grammar_worker.hang(round(duration_s * 1e9))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, looking after every step and every change of the device."""
@@ -309,15 +336,18 @@ class World:
             assert watched.ids == want and len(want) == watched.submit.sampling.max_tokens
         elif end.reason == "stop" and end.matched_stop_id >= 0:
             assert watched.ids == want and want[-1] == end.matched_stop_id
+        elif end.reason == "stop" and not watched.concluded:
+            assert watched.ids == want and end.n_tokens == len(want)
         if watched.submit.sampling.prompt_logprobs >= 0 and end.reason in ("length", "stop"):
             self._judge_prompt_logprobs(watched)
 
     def _judge_prompt_logprobs(self, watched: Watched) -> None:
         prompt = watched.submit.prompt_ids.tolist()
+        first = watched.submit.sampling.prompt_logprobs_from
         got = {
             part.start + i: float(value) for part in watched.prompt_logprobs for i, value in enumerate(part.logprobs)
         }
-        assert got == {position: prompt_logprob_at(prompt, position) for position in range(1, len(prompt))}
+        assert got == {position: prompt_logprob_at(prompt, position) for position in range(first, len(prompt))}
 
     def _open_store(self) -> OpenStore:
         slot_bytes = self.layout.host_slot_bytes(0)
@@ -338,6 +368,13 @@ class World:
         link = SimLink(self.rng, running_loop(), self._delay_ns, trace=self.trace, name=f"agent{self.agents}")
         self.agent = SimAgent(link, self.store, self.host_pool, self.shape.storage)
         return self.agent
+
+    async def _connect_grammar(self) -> SimGrammarWorker:
+        self.grammar_lives += 1
+        await asyncio.sleep(0.01)
+        link = SimLink(self.rng, running_loop(), self._delay_ns, trace=self.trace, name=f"grammar{self.grammar_lives}")
+        self.grammar_worker = SimGrammarWorker(link, VOCAB, self.shape.mask_us)
+        return self.grammar_worker
 
     def _delay_ns(self, rng: random.Random) -> int:
         return rng.randrange(1000 * self.shape.delay_us + 1)

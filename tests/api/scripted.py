@@ -23,6 +23,7 @@ from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.ops.wire import MAX_LOGPROBS
 from headrace.sched.cache_control import CacheControl
 from headrace.sched.device import EngineFailed
+from headrace.sched.grammar import Grammar
 from headrace.sched.messages import (
     WAIT_CAUSES,
     EngineStatus,
@@ -112,6 +113,9 @@ class ScriptedEngine:
     context_tokens: int = CONTEXT_TOKENS
     refuse: Exception | None = None
     """What `submit` raises."""
+    refuse_grammar: Exception | None = None
+    """What `check_grammar` raises."""
+    grammars: list[Grammar] = field(default_factory=list)
     submits: list[Submit] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     concludes: list[tuple[int, int]] = field(default_factory=list)
@@ -137,6 +141,11 @@ class ScriptedEngine:
         """Of a cache that stays empty."""
 
     # What the server calls ----------------------------------------------------------------------------------
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        self.grammars.append(grammar)
+        if self.refuse_grammar is not None:
+            raise self.refuse_grammar
 
     def submit(self, submit: Submit) -> None:
         if self.refuse is not None:

@@ -296,10 +296,8 @@ async def test_another_model_is_not_found() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
-        ({"extra_body": {"regex": "a+"}}, "regex"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
         ({"extra_body": {"lora_path": "x"}}, "lora_path"),
         ({"modalities": ["text", "audio"]}, "modalities"),

@@ -24,9 +24,10 @@ from api.scripted import (
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.ops.wire import BatchRing, Command, GroupShape, RingGeometry, Start
 from headrace.sched.batch import max_batch_bytes
-from headrace.sched.engine import Engine, EngineOptions
+from headrace.sched.engine import Engine
 from headrace.sched.executors.local import LocalConnection
 from headrace.sched.executors.oracle import OracleDevice, expected
+from headrace.sched.options import EngineOptions
 from headrace.server.api import Api, ApiSettings
 from headrace.server.lifecycle import LoadedText, bind, run_server
 

@@ -81,6 +81,18 @@ async def test_logprobs_are_triples_of_logprob_id_and_text() -> None:
     assert [len(tops) for tops in meta["output_top_logprobs"]] == [2, 2]
 
 
+async def test_prompt_logprobs_are_asked_for_from_their_start_on() -> None:
+    async with serving(ScriptedEngine(saying("b", END))) as served:
+        for start in (0, 2, 3):
+            body = {"text": "xyz", "return_logprob": True, "logprob_start_len": start, "return_text_in_logprobs": True}
+            _, _, answer = await served.ask("POST", "/generate", body)
+            rows = answer["meta_info"]["input_token_logprobs"]
+            assert [row[2] for row in rows] == ["x", "y", "z"][start:]
+            assert start == 0 or all(row[0] is not None for row in rows)
+    sent = [submit.sampling for submit in served.engine.submits]
+    assert [sampling.prompt_logprobs_from for sampling in sent] == [1, 2, 3]
+
+
 async def test_a_streams_events_have_the_new_rows_of_logprobs_and_the_last_one_has_all() -> None:
     async with serving(ScriptedEngine(saying("abc", END))) as served:
         body = {"text": "xyz", "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
@@ -135,7 +147,7 @@ async def test_what_sglangs_benchmark_sends_is_accepted() -> None:
         ({"input_ids": "a"}, "input_ids"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ({"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
+        ({"text": "a", "sampling_params": {"stop_regex": "a"}}, "stop_regex"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": "a", "sampling_params": []}, "sampling_params"),
         ({"text": "a", "sampling_params": {"temperature": 1e-40}}, "temperature"),

@@ -32,8 +32,13 @@ class Sampling:
         write_inits(batch, inits)
         self.sampler.begin(batch)
 
-    def step(self, rows: dict[int, tuple[int, Tensor]], masks: dict[int, Sequence[int]] | None = None) -> StepResults:
-        """`rows`: slot → output position, logits; `masks`: slot → ids that may be drawn."""
+    def step(
+        self,
+        rows: dict[int, tuple[int, Tensor]],
+        masks: dict[int, Sequence[int]] | None = None,
+        skips: Sequence[int] = (),
+    ) -> StepResults:
+        """`rows`: slot → output position, logits; `masks`: slot → ids that may be drawn; `skips`: rows left out."""
         results = self.ring.results(0)
         mask_rows, bits = self.ring.masks(0)
         allowed = masks or {}
@@ -49,6 +54,7 @@ class Sampling:
             mask_rows[: len(allowed)],
             bits[: len(allowed)],
             results,
+            skips,
         )
         return results
 
@@ -193,6 +199,20 @@ def test_drawn_ids_become_future_tokens_of_their_slots() -> None:
     sampling = Sampling(SlotInit(4), SlotInit(2))
     sampling.step({4: (0, logits(t7=1.0)), 2: (0, logits(t9=1.0))})
     assert sampling.sampler.future_tokens[[4, 2]].tolist() == [7, 9]
+
+
+def test_a_skipped_row_leaves_no_trace_and_draws_the_same_id_when_it_is_repeated() -> None:
+    inits = [SlotInit(0, temperature=1.0, seed=5, frequency=2.0), SlotInit(1, frequency=2.0)]
+    skipping, other = Sampling(*inits), Sampling(*inits)
+    drawn = []
+    for position in range(6):
+        rows = {1: (position, logits(t9=1.0)), 0: (position, RANDOM)}
+        before = skipping.sampler.future_tokens[0]
+        skipping.step({0: rows[0], 3: (0, RANDOM)}, skips=[0])
+        assert skipping.sampler.future_tokens[0] == before
+        drawn.append(int(skipping.step(rows).ids[1]))
+        assert drawn[-1] == int(other.step(rows).ids[1])
+    assert len(set(drawn)) > 1
 
 
 def test_logprobs_are_of_the_raw_logits_whatever_was_done_to_them() -> None:

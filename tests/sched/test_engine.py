@@ -191,7 +191,7 @@ def test_a_stop_string_concludes_a_request_after_the_tokens_that_count() -> None
     async def scenario(world: World) -> None:
         watched = world.submit(PROMPT, 40)
         await world.until(lambda: len(watched.ids) >= 7)
-        world.engine.conclude(1, 5)
+        world.conclude(1, 5)
         await watched.ended.wait()
         assert watched.finished is not None
         assert (watched.finished.reason, watched.finished.n_tokens) == ("stop", 5)
@@ -289,7 +289,7 @@ def test_aborting_the_unknown_the_waiting_and_the_ended_is_harmless() -> None:
         world.engine.abort(1)
         await watched.ended.wait()
         world.engine.abort(1)
-        world.engine.conclude(1, 0)
+        world.conclude(1, 0)
 
     world = in_world(WorldShape(), scenario)
     assert world.requests[1].ids == []

@@ -29,6 +29,7 @@ SHAPES = st.builds(
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), PROMPTS, st.integers(1, 16)),
+    st.tuples(st.just("grammar"), PROMPTS, st.integers(1, 16)),
     st.tuples(st.just("repeat"), st.integers(1, 50), st.integers(1, 16)),
     st.tuples(st.just("abort"), st.integers(1, 50), st.just(0)),
     st.tuples(st.just("conclude"), st.integers(1, 50), st.integers(1, 8)),
@@ -49,7 +50,9 @@ def test_any_schedule_gives_the_ids_of_a_cold_run(
             for kind, what, count in actions:
                 handle = what if isinstance(what, int) else 0
                 try:
-                    if isinstance(what, list):
+                    if isinstance(what, list) and kind == "grammar":
+                        world.submit(what, count, grammar={"kind": "toy", "text": f"{count} 12"})
+                    elif isinstance(what, list):
                         world.submit(what, count)
                     elif kind == "repeat" and (earlier := world.requests.get(handle)):
                         world.submit([*earlier.submit.prompt_ids.tolist(), *earlier.ids, 1], count)
@@ -58,12 +61,13 @@ def test_any_schedule_gives_the_ids_of_a_cold_run(
                 if kind == "abort":
                     world.engine.abort(handle)
                 elif kind == "conclude" and (watched := world.requests.get(handle)) and len(watched.ids) >= count:
-                    world.engine.conclude(handle, count)
+                    world.conclude(handle, count)
                 elif kind == "flush":
                     world.engine.flush_cache()
                 elif kind == "kill" and kills < 4:
                     kills += 1
                     world.kill_device()
+                    world.kill_grammar_worker()
                 elif kind == "wait":
                     await asyncio.sleep(handle / 1e6)
             await world.finish()
@@ -84,6 +88,9 @@ def test_the_torture_reaches_what_it_is_for() -> None:
     assert sum(report.overrun_tokens for report in reports) > 10
     assert sum(report.device_restarts for report in reports) > 2
     assert sum(report.pinned for report in reports) > 2
+    assert sum(report.grammar_requests for report in reports) > 100
+    assert sum(report.late_masks for report in reports) > 10
+    assert sum(report.grammar_worker_restarts for report in reports) > 2
     ends = {reason for report in reports for reason in report.ends}
     assert ends >= {"length", "stop", "abort", "error"}
 

@@ -1,0 +1,121 @@
+"""Grammars as the scheduler sees them: a text that somebody else can read, and a matcher that says which ids may come.
+
+The scheduler knows no grammar library. Matchers live in a process of their own (`server/grammar_worker.py`), because
+one mask may take 70 ms where a grammar is unkind, and a step must not wait for that; in simulation they are toys. Both
+sit behind a `Transport` and speak the messages below, in msgpack.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol, TypeAlias
+
+import msgspec
+
+from headrace.ops.wire import U32
+
+MAX_GRAMMAR_BYTES: Final = 1 << 17
+"""Of a grammar's text in UTF-8."""
+MAX_REPLAYED_IDS: Final = 1 << 17
+"""Outputs that a matcher can be brought up to again when its process was lost; with more of them the request fails."""
+MAX_MESSAGE_BYTES: Final = 1 << 20
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output must match. The kinds are the worker's: "json_object", "json_schema", "regex", "ebnf"."""
+
+    kind: str
+    text: str = ""
+
+
+class BadGrammar(ValueError):
+    """The grammar can't be used; the message says why."""
+
+
+class Matcher(Protocol):
+    """How far one output has come in its grammar."""
+
+    def copy(self) -> Matcher:
+        """Another one at the same place."""
+
+    def accept(self, token: int) -> bool:
+        """Go on by one id; False if the grammar does not allow it, and then the matcher is of no more use."""
+
+    def fill(self, bits: U32, stop_ids: frozenset[int]) -> bool:
+        """Say in `bits` (uint32 [mask words], bit i of word w is id 32·w + i) which ids may come next; True, and
+        `bits` means nothing, if none but an end of text may: the output is complete.
+
+        Of the ids that end a text only those in `stop_ids` are allowed. Raises BadGrammar where nothing is allowed.
+        """
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Commands: scheduler → grammar worker. A matcher is named by its request's handle.
+
+
+class Compile(msgspec.Struct, tag="compile", frozen=True):
+    """Is this a grammar? Answered by `Compiled`; it is kept for the `Begin`s that follow."""
+
+    job: int
+    grammar: Grammar
+
+
+class Begin(msgspec.Struct, tag="begin", frozen=True):
+    """A matcher for a request, after these outputs (int32); answered by a `Mask` or `Broken`."""
+
+    request: int
+    grammar: Grammar
+    stop_ids: tuple[int, ...]
+    ids: bytes
+
+
+class Advance(msgspec.Struct, tag="advance", frozen=True):
+    """These requests got one id each; answered by a `Mask` or `Broken` for each."""
+
+    requests: list[int]
+    ids: list[int]
+
+
+class End(msgspec.Struct, tag="end", frozen=True):
+    """Forget a matcher."""
+
+    request: int
+
+
+Command: TypeAlias = Compile | Begin | Advance | End
+
+# ---------------------------------------------------------------------------------------------------------------
+# Replies
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The vocabulary has been read. Commands may be sent before."""
+
+
+class Compiled(msgspec.Struct, tag="compiled", frozen=True):
+    job: int
+    error: str
+    """"" where it is a grammar."""
+
+
+class Mask(msgspec.Struct, tag="mask", frozen=True):
+    """What a request may draw as its output `position`."""
+
+    request: int
+    position: int
+    is_complete: bool
+    """Nothing: the output is complete without another id."""
+    bits: bytes
+
+
+class Broken(msgspec.Struct, tag="broken", frozen=True):
+    """This request can't go on."""
+
+    request: int
+    message: str
+
+
+Reply: TypeAlias = Ready | Compiled | Mask | Broken
+
+command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
+reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
+encoder: Final = msgspec.msgpack.Encoder()

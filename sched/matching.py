@@ -1,0 +1,329 @@
+"""The scheduler's side of the grammar worker: which mask each request has, and what happens when none comes.
+
+in     requests with a grammar, their ids as they are committed; the worker's masks
+out    `on_mask` when a mask has come; `on_complete` and `on_broken` for a request that needs no id or can't get one
+state  one `Matching` a request; what has been asked and not answered; the connection of this life of the worker
+owner  the engine; `serve` is one of its stages
+ready  a mask, for the output position that it names
+end    `end` forgets a request's; a lost worker is started again and brought up to the ids that were committed
+
+The worker is started when the first grammar comes. It can hang or die of a grammar: whoever is waiting for it twice
+when it ends, fails; the others never notice more than a late mask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+
+from headrace.ops.transport import Transport, TransportClosed
+from headrace.ops.wire import U32
+from headrace.sched.grammar import (
+    MAX_REPLAYED_IDS,
+    Advance,
+    BadGrammar,
+    Begin,
+    Broken,
+    Command,
+    Compile,
+    Compiled,
+    End,
+    Grammar,
+    Mask,
+    Ready,
+    encoder,
+    reply_decoder,
+)
+from headrace.sched.messages import Overloaded
+
+log = logging.getLogger(__name__)
+
+ANSWER_S: Final = 10.0
+"""A worker that owes an answer for so long is killed: what its library allows itself takes less than a second."""
+MAX_COMPILES: Final = 64
+"""Grammars that wait to be compiled; one more is refused."""
+_MAX_TRIES: Final = 2
+"""Lives of the worker that may end while it owes the same answer."""
+
+
+class GrammarWorkerFailed(Exception):
+    """The grammar could not be looked at, through no fault of its own; the message says why."""
+
+
+class GrammarConnection(Protocol):
+    """One life of the worker."""
+
+    @property
+    def transport(self) -> Transport:
+        """Its command pipe."""
+
+    def close(self) -> None:
+        """End it and wait until it has ended. Harmless twice."""
+
+
+ConnectGrammar: TypeAlias = Callable[[], Awaitable[GrammarConnection]]
+"""Start a worker. Raises OSError."""
+
+
+class Matching:
+    """One request's grammar, and the mask for its next output if that has come."""
+
+    __slots__ = ("_mask", "grammar", "ids", "stop_ids")
+
+    def __init__(self, grammar: Grammar, stop_ids: tuple[int, ...]) -> None:
+        self.grammar = grammar
+        self.stop_ids = stop_ids
+        self.ids = array("i")
+        """Outputs that the matcher has been told."""
+        self._mask: U32 | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the output that the next mask is for."""
+        return len(self.ids)
+
+    def mask(self, position: int) -> U32 | None:
+        """The mask for an output, if it has come."""
+        return self._mask if position == len(self.ids) else None
+
+    def advance(self, token: int) -> None:
+        self.ids.append(token)
+        self._mask = None
+
+    def take(self, mask: Mask) -> None:
+        # A worker that was brought up again may repeat what the first one had said.
+        if mask.position == len(self.ids):
+            self._mask = np.frombuffer(mask.bits, np.uint32)
+
+
+class _Asked:
+    """An answer that the worker owes: for a request (its handle), or for a compilation (-job)."""
+
+    __slots__ = ("since_s", "tries")
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+        self.tries = 0
+
+
+class Matchers:
+    """All requests' grammars."""
+
+    def __init__(
+        self,
+        connect: ConnectGrammar | None,
+        on_mask: Callable[[int], None],
+        on_complete: Callable[[int], None],
+        on_broken: Callable[[int, str], None],
+    ) -> None:
+        """Without `connect` every grammar is refused."""
+        self.restarts = 0
+        self._connect = connect
+        self._on_mask, self._on_complete, self._on_broken = on_mask, on_complete, on_broken
+        self._loop = asyncio.get_running_loop()
+        self._matchings: dict[int, Matching] = {}
+        self._compiles: dict[int, tuple[Grammar, asyncio.Future[str]]] = {}
+        self._asked: dict[int, _Asked] = {}
+        """In the order of asking, so that the first has waited longest."""
+        self._jobs = 0
+        self._wanted = asyncio.Event()
+        self._transport: Transport | None = None
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._ready = self._ended = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Look at a grammar before a request with it is submitted. Raises BadGrammar, GrammarWorkerFailed, Overloaded.
+
+        Takes 0.3 to 15 ms for schemas of 100 bytes to 90 kB, and a second for the first grammar of the server's life.
+        """
+        if self._ended:
+            raise GrammarWorkerFailed("the engine has ended")
+        if len(self._compiles) >= MAX_COMPILES:
+            raise Overloaded(f"{len(self._compiles)} grammars are waiting to be compiled; try again later", 1)
+        self._jobs += 1
+        job = self._jobs
+        future: asyncio.Future[str] = self._loop.create_future()
+        self._compiles[job] = grammar, future
+        self._ask(-job, Compile(job, grammar))
+        try:
+            error = await future
+        finally:
+            self._compiles.pop(job, None)
+            self._answered(-job)
+        if error:
+            raise BadGrammar(error)
+
+    def begin(self, request: int, grammar: Grammar, stop_ids: tuple[int, ...]) -> Matching:
+        """A matcher for a new request; its first mask is asked for."""
+        matching = self._matchings[request] = Matching(grammar, stop_ids)
+        self._ask(request, Begin(request, grammar, stop_ids, b""))
+        return matching
+
+    def advance(self, requests: Sequence[int], ids: Sequence[int]) -> None:
+        """These requests got an id each, and go on."""
+        for request, token in zip(requests, ids):
+            self._matchings[request].advance(token)
+            self._note(request)
+        self._send(Advance(list(requests), list(ids)))
+
+    def end(self, request: int) -> None:
+        """The request has ended; no effect if it had no grammar."""
+        if self._matchings.pop(request, None) is not None:
+            self._answered(request)
+            self._send(End(request))
+
+    async def serve(self) -> None:
+        """One life of the worker after the other, from the first grammar on."""
+        try:
+            while True:
+                await self._wanted.wait()
+                self._wanted.clear()
+                reason, was_ready = await self._live()
+                log.error("%s", reason)
+                self._blame(reason, was_ready)
+                self.restarts += 1
+                if self._matchings or any(not future.done() for _, future in self._compiles.values()):
+                    self._wanted.set()
+        finally:
+            self._ended = True
+            if self._deadline is not None:
+                self._deadline.cancel()
+            for _, future in self._compiles.values():
+                if not future.done():
+                    future.set_exception(GrammarWorkerFailed("the engine has ended"))
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    async def _live(self) -> tuple[str, bool]:
+        """Connect, serve until the worker is lost; why, and whether it had been ready. It has ended then."""
+        self._lost = self._loop.create_future()
+        if self._connect is None:
+            return "this engine has no grammar worker", False
+        try:
+            connection = await self._connect()
+        except OSError as error:
+            return f"the grammar worker can't be started: {error}", False
+        try:
+            self._transport = connection.transport
+            self._transport.open(self._reply, self._lose)
+            self._begin_all()
+            self._wanted.clear()
+            reason = await self._lost
+            return reason, self._ready
+        finally:
+            self._transport, self._ready = None, False
+            connection.close()
+
+    def _begin_all(self) -> None:
+        """Tell a new worker what the last one knew."""
+        for job, (grammar, future) in list(self._compiles.items()):
+            if not future.done():
+                self._ask(-job, Compile(job, grammar))
+        for request, matching in list(self._matchings.items()):
+            if len(matching.ids) > MAX_REPLAYED_IDS:
+                self._break(request, f"the grammar worker was lost after {len(matching.ids)} outputs, too many to redo")
+            else:
+                ids = matching.ids.tobytes()
+                self._ask(request, Begin(request, matching.grammar, matching.stop_ids, ids))
+
+    def _blame(self, reason: str, was_ready: bool) -> None:
+        """Fail who has waited for the worker too often when it ended; all, if it can't even start."""
+        for name, asked in list(self._asked.items()):
+            asked.tries += 1
+            asked.since_s = self._loop.time()
+            if not was_ready or asked.tries >= _MAX_TRIES:
+                self._fail(name, reason, was_ready)
+        if not was_ready:
+            for request in list(self._matchings):
+                self._break(request, reason)
+
+    def _fail(self, name: int, reason: str, was_ready: bool) -> None:
+        self._answered(name)
+        if name > 0:
+            self._break(name, reason)
+        elif not (future := self._compiles[-name][1]).done():
+            if was_ready:
+                future.set_result(f"compiling it ended the grammar worker: {reason}")
+            else:
+                future.set_exception(GrammarWorkerFailed(reason))
+
+    def _ask(self, name: int, command: Command) -> None:
+        self._note(name)
+        self._send(command)
+
+    def _note(self, name: int) -> None:
+        """An answer is owed from now on."""
+        asked = self._asked.setdefault(name, _Asked(self._loop.time()))
+        if self._deadline is None:
+            self._deadline = self._loop.call_at(asked.since_s + ANSWER_S, self._overdue)
+        if self._transport is None:
+            self._wanted.set()
+
+    def _answered(self, name: int) -> None:
+        self._asked.pop(name, None)
+
+    def _overdue(self) -> None:
+        """The oldest answer has had its time, or had when the timer was set."""
+        self._deadline = None
+        first = next(iter(self._asked.items()), None)
+        if first is None:
+            return
+        _, asked = first
+        due_s = asked.since_s + ANSWER_S
+        if due_s > self._loop.time():
+            self._deadline = self._loop.call_at(due_s, self._overdue)
+            return
+        asked.tries = _MAX_TRIES
+        self._lose(f"the grammar worker did not answer within {ANSWER_S:.0f} s: the grammar may be too costly")
+        self._deadline = self._loop.call_later(ANSWER_S, self._overdue)
+
+    def _reply(self, message: bytes) -> None:
+        """One reply. A fault in handling it is the stage's, not only this callback's."""
+        try:
+            match reply_decoder.decode(message):
+                case Ready():
+                    self._ready = True
+                case Compiled() as compiled:
+                    if (entry := self._compiles.get(compiled.job)) is not None and not entry[1].done():
+                        entry[1].set_result(compiled.error)
+                case Mask() as mask:
+                    self._take(mask)
+                case Broken() as broken:
+                    if broken.request in self._matchings:
+                        self._break(broken.request, broken.message)
+        except Exception as error:
+            if not self._lost.done():
+                self._lost.set_exception(error)
+
+    def _take(self, mask: Mask) -> None:
+        matching = self._matchings.get(mask.request)
+        if matching is None or matching.position != mask.position:
+            return
+        self._answered(mask.request)
+        if mask.is_complete:
+            self._on_complete(mask.request)
+        else:
+            matching.take(mask)
+            self._on_mask(mask.request)
+
+    def _break(self, request: int, message: str) -> None:
+        self._answered(request)
+        self._on_broken(request, message)
+
+    def _send(self, command: Command) -> None:
+        """To a worker that is not there nothing is said: the next one is told everything."""
+        if self._transport is not None:
+            try:
+                self._transport.send(encoder.encode(command))
+            except TransportClosed:
+                self._lose("the grammar worker closed its command pipe")
+
+    def _lose(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)

@@ -1,0 +1,167 @@
+"""The grammar worker as a state machine: grammars compiled once, a matcher per request, a mask per id.
+
+in     commands of `sched.grammar`, in order; the results of compilations
+out    replies
+state  compiled grammars (bounded, least recently used), matchers of requests, compilations that wait
+owner  whoever calls `handle`, from one thread; a lane runs compilations and nothing else
+ready  `Compiled` and `Mask` say what is
+end    with the process
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+
+import numpy as np
+
+from headrace.sched.grammar import (
+    Advance,
+    BadGrammar,
+    Begin,
+    Broken,
+    Command,
+    Compile,
+    Compiled,
+    End,
+    Grammar,
+    Mask,
+    Matcher,
+    Reply,
+)
+
+T = TypeVar("T")
+
+MAX_COMPILED: Final = 128
+"""Grammars kept: 0.1 to 20 MB each, by what their lexers have met."""
+
+
+class Lane(Protocol):
+    """Where compilations run, one at a time."""
+
+    @property
+    def idle(self) -> int:
+        """Calls that can be submitted now."""
+
+    def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """Run the job; call `done` with its result, from `deliver`."""
+
+
+class _Live:
+    """One request's matcher, None while its grammar is compiled, and the ids that it must take then."""
+
+    __slots__ = ("matcher", "position", "stop_ids", "untold")
+
+    def __init__(self, stop_ids: frozenset[int], untold: list[int]) -> None:
+        self.stop_ids = stop_ids
+        self.untold = untold
+        self.position = 0
+        self.matcher: Matcher | None = None
+
+
+class GrammarService:
+    """All grammars and matchers of one worker."""
+
+    def __init__(
+        self, reply: Callable[[Reply], None], compile_grammar: Callable[[Grammar], Matcher], lane: Lane, mask_words: int
+    ) -> None:
+        """`compile_grammar` raises BadGrammar."""
+        self._reply = reply
+        self._compile_grammar = compile_grammar
+        self._lane = lane
+        self._bits = np.zeros(mask_words, np.uint32)
+        self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._waiting: dict[Grammar, list[Callable[[Matcher | BadGrammar], None]]] = {}
+        """In the order of asking; the first is being compiled."""
+        self._live: dict[int, _Live] = {}
+
+    def handle(self, command: Command) -> None:
+        """Act on one command."""
+        match command:
+            case Compile(job=job):
+                self._with(
+                    command.grammar,
+                    lambda result: self._reply(Compiled(job, str(result) if isinstance(result, BadGrammar) else "")),
+                )
+            case Begin(request=request):
+                ids = np.frombuffer(command.ids, np.int32).tolist()
+                begun = self._live[request] = _Live(frozenset(command.stop_ids), ids)
+                self._with(command.grammar, lambda result: self._begin(request, begun, result))
+            case Advance():
+                for request, token in zip(command.requests, command.ids):
+                    if (live := self._live.get(request)) is not None:
+                        live.untold.append(token)
+                        self._advance(request, live)
+            case End():
+                self._live.pop(command.request, None)
+
+    def _with(self, grammar: Grammar, use: Callable[[Matcher | BadGrammar], None]) -> None:
+        """Call `use` with the compiled grammar, now or when it is there."""
+        if (compiled := self._compiled.get(grammar)) is not None:
+            self._compiled.move_to_end(grammar)
+            use(compiled)
+        elif (waiting := self._waiting.get(grammar)) is not None:
+            waiting.append(use)
+        else:
+            self._waiting[grammar] = [use]
+            self._compile_next()
+
+    def _compile_next(self) -> None:
+        if not self._waiting or not self._lane.idle:
+            return
+        grammar = next(iter(self._waiting))
+
+        def compiled() -> Matcher | BadGrammar:
+            try:
+                return self._checked(grammar)
+            except BadGrammar as error:
+                return error
+
+        self._lane.submit(compiled, lambda result: self._done(grammar, result))
+
+    def _checked(self, grammar: Grammar) -> Matcher:
+        """Compiled, and its first mask made, which builds most of what a lexer needs (70 ms). Raises BadGrammar."""
+        matcher = self._compile_grammar(grammar)
+        if matcher.copy().fill(np.zeros_like(self._bits), frozenset()):
+            raise BadGrammar("nothing but an empty text matches it")
+        return matcher
+
+    def _done(self, grammar: Grammar, result: Matcher | BadGrammar) -> None:
+        if not isinstance(result, BadGrammar):
+            self._compiled[grammar] = result
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        for use in self._waiting.pop(grammar):
+            use(result)
+        self._compile_next()
+
+    def _begin(self, request: int, live: _Live, result: Matcher | BadGrammar) -> None:
+        if self._live.get(request) is not live:
+            return  # it has ended meanwhile
+        if isinstance(result, BadGrammar):
+            self._break(request, str(result))
+        else:
+            live.matcher = result.copy()
+            self._advance(request, live)
+
+    def _advance(self, request: int, live: _Live) -> None:
+        """Take the ids that have come, and say what may come next."""
+        if live.matcher is None:
+            return
+        for token in live.untold:
+            if not live.matcher.accept(token):
+                self._break(request, f"the grammar does not allow the id {token} as output {live.position}")
+                return
+            live.position += 1
+        live.untold.clear()
+        try:
+            is_complete = live.matcher.fill(self._bits, live.stop_ids)
+        except BadGrammar as error:
+            self._break(request, str(error))
+            return
+        self._reply(Mask(request, live.position, is_complete, b"" if is_complete else self._bits.tobytes()))
+
+    def _break(self, request: int, message: str) -> None:
+        del self._live[request]
+        self._reply(Broken(request, message))

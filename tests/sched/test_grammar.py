@@ -1,0 +1,302 @@
+"""Requests with a grammar, over the oracle and toy matchers in virtual time. The world judges every id: what is drawn
+is what a request alone, with a matcher of its own, would draw."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from headrace.sched.grammar import BadGrammar, Grammar
+from headrace.sched.matching import ANSWER_S, MAX_COMPILES, GrammarWorkerFailed
+from headrace.sched.messages import Overloaded
+from headrace.server.sim.grammar import END_ID
+from headrace.server.sim.virtual_loop import run
+from headrace.server.sim.world import Watched, World, WorldShape
+
+PROMPT = list(range(1, 14))
+
+
+def toy(seed: int, length: int = 1000) -> dict[str, str]:
+    """A grammar of so many ids."""
+    return {"kind": "toy", "text": f"{seed} {length}"}
+
+
+def in_world(shape: WorldShape, scenario: Callable[[World], Coroutine[Any, Any, None]], seed: int = 0) -> World:
+    async def main() -> World:
+        async with World(seed, shape) as world:
+            await scenario(world)
+            await world.finish()
+            return world
+
+    return run(main())
+
+
+def reason_of(watched: Watched) -> str:
+    assert watched.finished is not None
+    return watched.finished.reason
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_b32_a_grammar_acts_on_the_committed_output(overlap: bool) -> None:
+    async def scenario(world: World) -> None:
+        for seed in range(4):
+            world.submit(PROMPT, 20, grammar=toy(seed))
+
+    world = in_world(WorldShape(overlap=overlap), scenario)
+    assert all(len(watched.ids) == 20 for watched in world.requests.values())
+    assert len({tuple(watched.ids) for watched in world.requests.values()}) == 4
+    assert world.deepest == (2 if overlap else 1)
+
+
+def test_an_output_that_is_complete_ends_without_another_id() -> None:
+    async def scenario(world: World) -> None:
+        world.submit(PROMPT, 20, grammar=toy(3, 7))
+
+    world = in_world(WorldShape(), scenario)
+    end = world.requests[1].finished
+    assert end is not None and (end.reason, end.n_tokens, end.matched_stop_id) == ("stop", 7, -1)
+
+
+def test_an_output_that_is_complete_at_its_limit_is_a_stop_and_one_that_is_not_is_cut() -> None:
+    async def scenario(world: World) -> None:
+        world.submit(PROMPT, 7, grammar=toy(3, 7))
+        world.submit(PROMPT, 6, grammar=toy(3, 7))
+
+    world = in_world(WorldShape(), scenario)
+    assert [reason_of(watched) for watched in world.requests.values()] == ["stop", "length"]
+
+
+def test_the_end_of_a_grammar_wins_over_min_tokens() -> None:
+    async def scenario(world: World) -> None:
+        world.submit(PROMPT, 20, grammar=toy(3, 4), min_tokens=15, stop_ids=[END_ID])
+
+    world = in_world(WorldShape(), scenario)
+    assert len(world.requests[1].ids) == 4 and reason_of(world.requests[1]) == "stop"
+
+
+def test_an_end_of_text_is_drawn_only_where_grammar_request_and_min_tokens_allow_it() -> None:
+    async def scenario(world: World) -> None:
+        for seed in range(12):
+            world.submit(PROMPT, 40, grammar=toy(seed), stop_ids=[END_ID])
+            world.submit(PROMPT, 40, grammar=toy(seed))
+
+    world = in_world(WorldShape(slots=24, pages=400), scenario)
+    ends = [watched for watched in world.requests.values() if watched.ids[-1] == END_ID]
+    assert ends and all(watched.submit.sampling.stop_ids for watched in ends)
+    assert all(reason_of(watched) == "stop" for watched in ends)
+
+
+def test_batch_mates_of_a_slow_grammar_wait_for_nothing() -> None:
+    steps: list[int] = []
+    for with_grammar in (False, True):
+
+        async def scenario(world: World, with_grammar: bool = with_grammar) -> None:
+            mate = world.submit([5, 6], 200)
+            if with_grammar:
+                world.submit([7, 8], 100, grammar=toy(1))
+            await mate.ended.wait()
+            steps.append(world.engine.status().steps)
+
+        # A mask takes 5 ms, and now and then 50 ms; a step 1 ms.
+        world = in_world(WorldShape(mask_us=10_000, context_tokens=256, pages=128), scenario)
+    assert steps[1] <= steps[0] + 2
+    assert world.engine.status().late_masks > 10
+
+
+def test_a_mask_that_comes_while_the_device_computes_is_not_late() -> None:
+    async def scenario(world: World) -> None:
+        world.submit([5, 6], 40)
+        world.submit([7, 8], 40, grammar=toy(1))
+
+    world = in_world(WorldShape(mask_us=20, delay_us=1, forward_us=20_000, token_us=1.0), scenario)
+    status = world.engine.status()
+    assert status.late_masks == 0 and status.steps <= 42
+
+
+def test_alone_a_row_waits_for_its_mask_and_is_computed_once() -> None:
+    async def scenario(world: World) -> None:
+        world.submit([7, 8], 10, grammar=toy(1))
+
+    world = in_world(WorldShape(mask_us=30_000), scenario)
+    assert world.engine.status().late_masks == 0
+
+
+def test_a_request_waits_for_its_first_mask_and_is_passed_by_others() -> None:
+    async def scenario(world: World) -> None:
+        first = world.submit(PROMPT, 4, grammar=toy(1))
+        second = world.submit([3, 4], 4)
+        await second.ended.wait()
+        assert first.started is None
+
+    in_world(WorldShape(mask_us=1_000_000), scenario, seed=1)
+
+
+def test_a_retracted_request_goes_on_where_its_grammar_was() -> None:
+    async def scenario(world: World) -> None:
+        for seed in range(4):
+            world.submit([seed, *range(1, 9)], 40, grammar=toy(seed))
+
+    world = in_world(WorldShape(pages=20, conservativeness=0.0), scenario)
+    assert world.engine.status().retractions > 0
+
+
+def test_penalties_bias_and_minimum_go_together_with_a_grammar() -> None:
+    async def scenario(world: World) -> None:
+        world.submit(PROMPT, 30, grammar=toy(1), repetition_penalty=1.2, logit_bias=[(3, 2.0)], min_tokens=5)
+        world.submit(PROMPT, 30, grammar=toy(1), logprobs=3, prompt_logprobs=0)
+
+    in_world(WorldShape(), scenario)
+
+
+@pytest.mark.parametrize("after_ids", [0, 1, 5])
+def test_an_aborted_request_gives_everything_back(after_ids: int) -> None:
+    async def scenario(world: World) -> None:
+        mate = world.submit([5, 6], 60)
+        watched = world.submit(PROMPT, 50, grammar=toy(1))
+        await world.until(lambda: len(watched.ids) >= after_ids)
+        world.engine.abort(2)
+        await watched.ended.wait()
+        await mate.ended.wait()
+
+    in_world(WorldShape(), scenario)
+
+
+def test_a_late_mask_of_an_aborted_request_is_not_waited_for() -> None:
+    async def scenario(world: World) -> None:
+        watched = world.submit(PROMPT, 50, grammar=toy(1))
+        await world.until(lambda: len(watched.ids) >= 2)
+        world.hang_grammar_worker(5.0)
+        await asyncio.sleep(0.1)
+        world.engine.abort(1)
+        after = world.submit([5, 6], 4)
+        async with asyncio.timeout(0.5):
+            await after.ended.wait()
+
+    in_world(WorldShape(), scenario)
+
+
+def test_when_the_grammar_worker_dies_its_requests_go_on_with_the_next_one() -> None:
+    async def scenario(world: World) -> None:
+        for seed in range(3):
+            world.submit(PROMPT, 40, grammar=toy(seed))
+        await world.until(lambda: len(world.requests[1].ids) >= 10)
+        world.kill_grammar_worker()
+
+    world = in_world(WorldShape(), scenario)
+    assert world.grammar_lives == 2 and world.engine.status().grammar_worker_restarts == 1
+    assert [reason_of(watched) for watched in world.requests.values()] == ["length"] * 3
+
+
+def test_a_grammar_that_twice_ends_the_worker_fails_alone() -> None:
+    async def scenario(world: World) -> None:
+        mate = world.submit([5, 6], 60)
+        watched = world.submit(PROMPT, 50, grammar=toy(1))
+        for life in (1, 2):
+            await world.until(lambda life=life: world.grammar_lives == life)  # type: ignore[misc]
+            # It is there 10 ms later, and its first mask would be a second later.
+            await asyncio.sleep(0.015)
+            world.kill_grammar_worker()
+        await watched.ended.wait()
+        await mate.ended.wait()
+
+    world = in_world(WorldShape(mask_us=1_000_000), scenario, seed=2)
+    assert [reason_of(watched) for watched in world.requests.values()] == ["length", "error"]
+    assert "grammar worker" in (world.requests[2].finished.message if world.requests[2].finished else "")
+
+
+def test_a_worker_that_hangs_is_replaced_and_the_device_is_not_blamed() -> None:
+    async def scenario(world: World) -> None:
+        watched = world.submit(PROMPT, 50, grammar=toy(1))
+        await world.until(lambda: len(watched.ids) >= 5)
+        world.hang_grammar_worker(1000.0)
+        await watched.ended.wait()
+        assert "did not answer" in (watched.finished.message if watched.finished else "")
+        await world.submit(PROMPT, 50, grammar=toy(1)).ended.wait()
+
+    world = in_world(WorldShape(step_timeout_s=ANSWER_S / 5), scenario)
+    assert world.lives == 1 and reason_of(world.requests[2]) == "length"
+
+
+def test_when_the_device_dies_a_waiting_request_goes_on_with_its_grammar() -> None:
+    async def scenario(world: World) -> None:
+        running = world.submit(PROMPT, 50, grammar=toy(1))
+        waiting = world.submit(PROMPT, 20, grammar=toy(2))
+        await world.until(lambda: len(running.ids) >= 5)
+        world.kill_device()
+        await waiting.ended.wait()
+
+    world = in_world(WorldShape(slots=1), scenario)
+    assert [reason_of(watched) for watched in world.requests.values()] == ["error", "length"]
+
+
+def test_b33_a_bad_grammar_is_refused_before_it_is_submitted() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine.check_grammar(Grammar("toy", "1 5"))
+        for text in ("nonsense", "1 0"):
+            with pytest.raises(BadGrammar):
+                await world.engine.check_grammar(Grammar("toy", text))
+        world.submit(PROMPT, 5, grammar=toy(1))
+
+    in_world(WorldShape(), scenario)
+
+
+def test_b33_grammars_that_wait_to_be_compiled_are_bounded() -> None:
+    async def scenario(world: World) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(MAX_COMPILES):
+                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5")))
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await world.engine.check_grammar(Grammar("toy", "1 5"))
+        await world.engine.check_grammar(Grammar("toy", "1 5"))
+
+    in_world(WorldShape(), scenario)
+
+
+def test_b33_a_compilation_that_never_ends_is_a_bad_grammar() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine.check_grammar(Grammar("toy", "1 5"))
+        world.hang_grammar_worker(1000.0)
+        with pytest.raises(BadGrammar, match="did not answer"):
+            await world.engine.check_grammar(Grammar("toy", "2 5"))
+        await world.engine.check_grammar(Grammar("toy", "3 5"))
+
+    in_world(WorldShape(), scenario)
+
+
+def test_who_waits_for_a_compilation_is_told_when_the_engine_ends() -> None:
+    async def main() -> None:
+        world = World(0, WorldShape(mask_us=10))
+        async with world, asyncio.TaskGroup() as tasks:
+            await world.engine.check_grammar(Grammar("toy", "1 5"))
+            world.hang_grammar_worker(1000.0)
+            waiting = tasks.create_task(_failure(world))
+            await asyncio.sleep(0.1)
+            await world.__aexit__(None, None, None)
+            assert await waiting == "the engine has ended"
+            assert await _failure(world) == "the engine has ended"
+
+    run(main())
+
+
+async def _failure(world: World) -> str:
+    with pytest.raises(GrammarWorkerFailed) as error:
+        await world.engine.check_grammar(Grammar("toy", "2 5"))
+    return str(error.value)
+
+
+def test_prompt_logprobs_use_the_cached_prefix_before_their_start() -> None:
+    async def scenario(world: World) -> None:
+        prompt = list(range(30))
+        await world.submit(prompt, 2).ended.wait()
+        for start in (1, 12, 30):
+            await world.submit(prompt, 2, prompt_logprobs=0, prompt_logprobs_from=start).ended.wait()
+        # The one that began at 1 computed all of it, and what it computed is shared again.
+        await world.submit(prompt, 2).ended.wait()
+
+    world = in_world(WorldShape(), scenario)
+    cached = [watched.started.cached_tokens for watched in world.requests.values() if watched.started]
+    assert cached == [0, 0, 8, 28, 28]
