@@ -10,12 +10,13 @@ end    `close` with the last launched step: leased pages stay in the index, priv
 
 The pages of one request, while it runs::
 
-    | leased: in the index, shared      | private: its own, maybe a duplicate | grown: not yet published |
+    | leased: in the index, shared      | published by it: in the index too | grown: private, not yet published |
     | on the device | loaded from host  |
-    0               device_pages     matched_pages / lease.num_pages                      holding.count
+    0               device_pages     matched_pages              lease.num_pages               holding.count
 
-`publish` moves full pages of committed tokens to the left of the line. A page that another request published first
-stays private to this one, and so does what follows it: used by this request alone, it goes when it goes.
+`publish` moves full pages of committed tokens to the left of the line. A page that another request published first is
+a duplicate: `repoint` gives it back and lets this request read the index's, so that none is held twice, and so that
+what follows it can be published too.
 """
 
 from __future__ import annotations
@@ -55,10 +56,21 @@ PINNED_SHARE: Final = 0.5
 """Of the smaller of device and host pool, that pins may hold."""
 
 
+class Repointed(NamedTuple):
+    """Places in a request's page table and the pages that they show from now on."""
+
+    indices: I32
+    """int32 [n]"""
+    pages: I32
+    """int32 [groups, n]"""
+
+
 class Holding:
     """What one request holds: a leased prefix and pages of its own. `pages`: int32 [groups, capacity]."""
 
-    __slots__ = ("count", "device_pages", "handle", "host", "lease", "matched_pages", "pages", "private")
+    __slots__ = (
+        *("count", "device_pages", "duplicates", "handle", "host", "lease", "matched_pages", "pages", "private"),
+    )
 
     def __init__(self, handle: int, lease: Lease, device: I32, host: I32, capacity: int) -> None:
         groups, count = device.shape
@@ -75,6 +87,8 @@ class Holding:
         self.pages[:, :count] = device
         self.private: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
         """[capacity] which of the first `count` pages the request owns."""
+        self.duplicates: list[Repointed] = []
+        """Leased pages of the index that it has a copy of, which it still reads."""
 
 
 class CacheStats(msgspec.Struct, frozen=True):
@@ -123,11 +137,10 @@ class KvCache:
         reuse: bool = True,
         host_pages: int = 0,
         write_policy: WritePolicy = "write_through",
-        copy_pages: int = 16,
         page_hash: PageHash = "xxh3",
     ) -> None:
-        """`num_pages` per group on the device; `host_pages` in all, 0 for none; `copy_pages` bounds one copy. Without
-        `reuse` nothing is ever matched (`--disable-radix-cache`)."""
+        """`num_pages` per group on the device; `host_pages` in all, 0 for none. Without `reuse` nothing is ever matched
+        (`--disable-radix-cache`)."""
         groups = len(layout.groups)
         assert len(num_pages) == groups
         self.layout = layout
@@ -135,7 +148,9 @@ class KvCache:
         self._page_hash: PageHash = page_hash
         self._pools = [PagePool(count) for count in num_pages]
         self._index = RadixIndex(layout.page_tokens, groups)
-        self._host = HostTier(self._index, groups, host_pages, write_policy, copy_pages) if host_pages else None
+        self._host = HostTier(self._index, groups, host_pages, write_policy) if host_pages else None
+        self.copy_pages = 16
+        """Pages of one copy to the host, at most."""
         self._holdings: dict[int, Holding] = {}
         self._handles = 0
         self._storage: StorageClient | None = None
@@ -165,6 +180,11 @@ class KvCache:
         page_bytes = max(self.layout.page_bytes(group) for group in range(groups))
         self._storage = client
         self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, arrived)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page of every group."""
+        return sum(self.layout.page_bytes(group) for group in range(len(self._pools)))
 
     @property
     def capacity_pages(self) -> int:
@@ -240,13 +260,28 @@ class KvCache:
         if not self._reuse or end <= start:
             return
         assert filled_tokens <= key.length and end <= holding.count
-        taken = self._index.extend(holding.lease, key.raw(start, end), holding.pages[:, start:end], step)
+        taken, indexed = self._index.extend(holding.lease, key.raw(start, end), holding.pages[:, start:end], step)
         for group, pool in enumerate(self._pools):
             pool.hand_over(holding.pages[group, start:end][taken], Owner.REQUEST, Owner.INDEX)
         holding.private[start:end] = ~taken
+        if not taken.all():
+            again = np.flatnonzero(~taken)
+            holding.duplicates.append(Repointed((start + again).astype(np.int32), indexed[:, again]))
         self.version += 1
         if self._host is not None and taken.any():
             self._host.published(holding.handle, holding.lease, step, key)
+
+    def repoint(self, holding: Holding, fence: Fence) -> Repointed:
+        """Give the request's duplicates back behind `fence`, its last launched step; from the next one on it reads the
+        index's pages instead, which an earlier step has filled."""
+        duplicates, holding.duplicates = holding.duplicates, []
+        indices = np.concatenate([some.indices for some in duplicates])
+        pages = np.concatenate([some.pages for some in duplicates], axis=1)
+        for group, pool in enumerate(self._pools):
+            pool.give_back(holding.pages[group, indices], Owner.REQUEST, fence)
+        holding.pages[:, indices] = pages
+        holding.private[indices] = False
+        return Repointed(indices, pages)
 
     def close(self, holding: Holding, fence: Fence) -> None:
         """The request lets go of everything; nothing of it is reused before the fence is complete."""
@@ -255,6 +290,7 @@ class KvCache:
         for group, pool in enumerate(self._pools):
             pool.give_back(holding.pages[group, : holding.count][own], Owner.REQUEST, fence)
         self._index.release(holding.lease, fence.after_step)
+        self._room_came()
 
     def returned_by(self, holding: Holding) -> int:
         """Device pages that closing a holding makes available, at least."""
@@ -266,6 +302,7 @@ class KvCache:
             pool.complete_step(step)
         if self._host is not None:
             self._host.pool.complete_step(step)
+        self._room_came()
 
     # ------------------------------------------------------------------------------------------------------------
     # The host tier
@@ -277,7 +314,9 @@ class KvCache:
 
     def next_copy(self) -> Copy | None:
         """The next copy to the host, to be ordered behind all that the device has been sent."""
-        return None if self._host is None else self._host.next_copy(self._pools[0].completed_step)
+        if self._host is None:
+            return None
+        return self._host.next_copy(self._pools[0].completed_step, self.copy_pages)
 
     def copied(self, transfer: int) -> None:
         """The host has the pages of a copy; storage gets them next."""
@@ -303,6 +342,7 @@ class KvCache:
             if not self._writing[write]:
                 del self._writing[write]
                 host_tier.end_write(pages, write)
+                self._room_came()
                 self._on_change()
 
         at = 0
@@ -329,10 +369,17 @@ class KvCache:
         return self._prefetcher.waits(prefetch, prefill_ms)
 
     def end_prefetch(self, prefetch: Prefetch, holding: Holding | None) -> int:
-        """The request goes on with this holding, or has ended; pages of its matched prefix that storage brought."""
+        """The request goes on with this holding, or has ended; pages that storage brought, of those it matched on the
+        host."""
         assert self._prefetcher is not None
-        self._prefetcher.release(prefetch)
-        return self._prefetcher.storage_pages(prefetch, holding.matched_pages) if holding is not None else 0
+        used = self._prefetcher.storage_pages(prefetch, holding.matched_pages) if holding is not None else 0
+        self._prefetcher.release(prefetch, used)
+        return min(used, holding.host.shape[1]) if holding is not None else 0
+
+    def _room_came(self) -> None:
+        """Host pages are free, or nobody holds them any more."""
+        if self._prefetcher is not None:
+            self._prefetcher.room_came()
 
     @property
     def writing(self) -> bool:
@@ -358,6 +405,11 @@ class KvCache:
         if self._prefetcher is None or not self._reuse:
             return None
         return self._prefetcher.begin(key, key.length // key.page_tokens, "wait_complete")
+
+    def end_warm(self, warmed: Prefetch) -> None:
+        """Whoever warmed a prefix does not wait any longer."""
+        assert self._prefetcher is not None
+        self._prefetcher.release(warmed, warmed.arrived)
 
     @property
     def pinned_pages(self) -> int:

@@ -56,10 +56,8 @@ class _UnderWay(NamedTuple):
 class HostTier:
     """Pages of all groups in one pool of equal slots."""
 
-    def __init__(
-        self, index: RadixIndex, groups: int, num_pages: int, policy: WritePolicy, copy_pages: int, min_hits: int = 1
-    ) -> None:
-        """`copy_pages` per group bounds one copy; `min_hits` is the k of `write_through_selective`."""
+    def __init__(self, index: RadixIndex, groups: int, num_pages: int, policy: WritePolicy, min_hits: int = 1) -> None:
+        """`min_hits` is the k of `write_through_selective`."""
         self.pool = PagePool(num_pages)
         self.policy: WritePolicy = policy
         self.skipped_pages = 0
@@ -69,7 +67,6 @@ class HostTier:
         """A write-back found no host room: the next eviction goes ahead without a copy."""
         self._index = index
         self._groups = groups
-        self._copy_pages = copy_pages
         self._min_hits = min_hits if policy == "write_through_selective" else 0
         self.writer: NDArray[np.int64] = np.zeros(num_pages, np.int64)
         """The transfer by which storage reads a page; 0 for none."""
@@ -120,16 +117,17 @@ class HostTier:
         """Write-back: these paths (leased for this tier) are copied first and then let go."""
         self._evicting.extend(leases)
 
-    def next_copy(self, completed_step: int) -> Copy | None:
-        """The next copy to send, ordered behind all that the device has been sent; None if nothing can be copied."""
+    def next_copy(self, completed_step: int, copy_pages: int) -> Copy | None:
+        """The next copy to send, of `copy_pages` a group at most, ordered behind all that the device has been sent;
+        None if nothing can be copied."""
         while self._evicting:
-            copy = self._begin(self._evicting.popleft(), completed_step, None)
+            copy = self._begin(self._evicting.popleft(), completed_step, copy_pages, None)
             if copy is not None:
                 return copy
         for owner, (lease, step, key) in list(self._published.items()):
             if step <= completed_step:
                 del self._published[owner]
-                copy = self._begin(lease, completed_step, key)
+                copy = self._begin(lease, completed_step, copy_pages, key)
                 if copy is not None:
                     return copy
         return None
@@ -193,12 +191,12 @@ class HostTier:
         read = (owners == Owner.INDEX) | (owners == Owner.FENCED)
         assert read.all(), "storage reads a page that is free or written to"
 
-    def _begin(self, lease: Lease, completed_step: int, key: PrefixKey | None) -> Copy | None:
+    def _begin(self, lease: Lease, completed_step: int, copy_pages: int, key: PrefixKey | None) -> Copy | None:
         """Begin to copy what a path lacks, as much as one copy may; the rest goes back into its queue. Without a key it
         is an eviction's."""
         evicts = key is None
         min_hits = 0 if evicts else self._min_hits
-        most = min(self._copy_pages, self.room_pages)
+        most = min(copy_pages, self.room_pages)
         spans, device = self._index.begin_backup(lease, completed_step, most, min_hits)
         count = device.shape[1]
         host = self.take(count) if count else None

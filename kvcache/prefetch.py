@@ -19,6 +19,7 @@ so whenever the request stops waiting, what has arrived is a contiguous part. Ho
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
@@ -29,6 +30,7 @@ from headrace.kvcache.host import HostTier
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.pool import Fence, Owner
 from headrace.kvcache.radix import RadixIndex
+from headrace.kvcache.radix_nodes import Kept
 from headrace.kvcache.storage.client import PageSpan, StorageClient
 from headrace.kvcache.storage.protocol import ReadDone
 from headrace.ops.wire import I32
@@ -36,6 +38,10 @@ from headrace.ops.wire import I32
 PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
 PrefillMs: TypeAlias = Callable[[int, int], float]
 """(tokens, context they begin at) → ms that computing them would take now."""
+
+Decision: TypeAlias = Literal["", "nothing_found", "complete", "no_room", "gave_up", "did_not_wait"]
+""""" where storage was not asked. `complete`: all that was found had arrived; `no_room`: but for what the host had no
+room for; `gave_up`: it waited, and went on without the rest; `did_not_wait`: it went on with what was there."""
 
 _SMOOTHING: Final = 0.4
 _LEAST_WAIT_MS: Final = 0.1
@@ -54,7 +60,10 @@ class PrefetchOptions(msgspec.Struct, frozen=True):
     timeout_per_ki_token_ms: float = 250.0
     piece_bytes: int = 4 << 20
     host_share: float = 0.5
-    """Of the host pool, for reads under way."""
+    """Of the host pool, for reads under way; and as much again for what has come and waits for its request's turn."""
+    room_timeout_ms: float = 500.0
+    """After its submission, what a request's pages wait for host room: what others held comes back with their next
+    steps and writes."""
 
 
 class PrefetchCounts(msgspec.Struct):
@@ -63,15 +72,15 @@ class PrefetchCounts(msgspec.Struct):
     lookups: int = 0
     found: int = 0
     useful: int = 0
-    """Arrived before their request went on."""
+    """Arrived before their request went on, and were used by it; or were warmed."""
     late: int = 0
     """Arrived after it; still indexed."""
     wasted: int = 0
-    """Read, and not indexed: computed meanwhile, or what came before is gone."""
+    """Read, and not used: computed meanwhile, what came before is gone, or their request ended first."""
     cancelled: int = 0
+    """Found, and not read: nobody waited for them any more."""
     declined: int = 0
-    """Found, and not read for lack of host room."""
-    waited_ms: float = 0.0
+    """Found, and not read: the host stayed short of room."""
 
 
 class Prefetch:
@@ -81,17 +90,18 @@ class Prefetch:
         *(
             "arrived",
             "asked_s",
-            "began_wait_s",
+            "begun",
             "done",
             "first",
             "found",
             "hashes",
+            "kept",
             "key",
             "leader",
             "pieces",
             "policy",
         ),
-        *("reason", "released", "timer", "waited_ms", "waiters", "wanted"),
+        *("reason", "released", "room_timer", "short", "timer", "waited", "waiters", "wanted"),
     )
 
     def __init__(self, key: PrefixKey, policy: PrefetchPolicy, asked_s: float) -> None:
@@ -104,8 +114,13 @@ class Prefetch:
         """The first page that neither device nor host had."""
         self.found = -1
         """Pages that storage has, from `first` on; -1 until it has said."""
+        self.begun = 0
+        """Of those, being read or read: they got host room."""
         self.arrived = 0
         """Of those, indexed."""
+        self.short = False
+        """The host had no room for what else was found."""
+        self.room_timer: asyncio.TimerHandle | None = None
         self.pieces: list[_Piece] = []
         self.hashes: list[bytes] = []
         """Of the pages that it asked for."""
@@ -116,11 +131,22 @@ class Prefetch:
         self.leader: Prefetch | None = None
         self.waiters: list[Prefetch] = []
         """Others that wait for the same pages."""
+        self.kept: Kept | None = None
+        """The part of its prefix that is evicted last while it waits: it grows with every piece."""
         self.timer: asyncio.TimerHandle | None = None
-        self.began_wait_s = -1.0
-        self.waited_ms = 0.0
+        self.waited = False
+        """Its request's turn had come, and it waited."""
         self.reason = ""
-        """Why its request waited or went on."""
+        """Why its request waited or went on, when it was last asked."""
+
+    @property
+    def decision(self) -> Decision:
+        """What came of it, if its request goes on now."""
+        if self.done and self.short:
+            return "no_room"
+        if self.done:
+            return "complete" if self.found else "nothing_found"
+        return "gave_up" if self.waited else "did_not_wait"
 
 
 class _Piece:
@@ -160,10 +186,17 @@ class Prefetcher:
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._reading: dict[bytes, Prefetch] = {}
+        self._roomless: deque[Prefetch] = deque()
+        """Those that wait for host room: each gets a piece in its turn, so that a large one does not starve a small."""
         self._held_pages = 0
+        self._kept_pages = 0
         self._lookup_ms = 1.0
         self._page_ms = page_bytes / 1e6
         """Running estimates; until something was measured, 1 GB/s."""
+
+    @property
+    def _share_pages(self) -> int:
+        return int(self._host.pool.num_pages // self._groups * self._options.host_share)
 
     @property
     def transferring(self) -> list[I32]:
@@ -185,34 +218,33 @@ class Prefetcher:
 
     def waits(self, prefetch: Prefetch, prefill_ms: PrefillMs) -> bool:
         """Whether the request, whose turn it is, should wait for more."""
-        now_s = self._loop.time()
-        wait = not prefetch.done and self._should_wait(prefetch, now_s, prefill_ms)
-        if wait and prefetch.began_wait_s < 0:
-            prefetch.began_wait_s = now_s
-        elif not wait and prefetch.began_wait_s >= 0:
-            prefetch.waited_ms += (now_s - prefetch.began_wait_s) * 1e3
-            prefetch.began_wait_s = -1.0
+        wait = not prefetch.done and self._should_wait(prefetch, self._loop.time(), prefill_ms)
+        prefetch.waited |= wait
         return wait
 
     def storage_pages(self, prefetch: Prefetch, matched_pages: int) -> int:
         """Of a request's matched prefix, the pages that this prefetch brought."""
         return max(0, min(matched_pages, prefetch.first + prefetch.arrived) - prefetch.first)
 
-    def release(self, prefetch: Prefetch) -> None:
-        """The request goes on, or has ended: nothing more is begun for it alone."""
+    def release(self, prefetch: Prefetch, used_pages: int) -> None:
+        """The request goes on with so many of its pages, or has ended: nothing more is begun for it alone."""
         if prefetch.released:
             return
         prefetch.released = True
         if prefetch.timer is not None:
             prefetch.timer.cancel()
-        self.counts.useful += prefetch.arrived
-        self.counts.waited_ms += prefetch.waited_ms
+        self.counts.useful += used_pages
+        self.counts.wasted += prefetch.arrived - used_pages
+        self._unkeep(prefetch)
         if prefetch.leader is not None and prefetch in prefetch.leader.waiters:
             prefetch.leader.waiters.remove(prefetch)
         if not prefetch.done and not any(not waiter.released for waiter in prefetch.waiters):
             for piece in prefetch.pieces:
                 for operation in piece.operations:
                     self._client.cancel(operation)
+            if prefetch in self._roomless:
+                self._roomless.remove(prefetch)
+                self._decline(prefetch)
 
     # ------------------------------------------------------------------------------------------------------------
     # Policies
@@ -297,21 +329,72 @@ class Prefetcher:
             # known otherwise, once it has been too slow to wait for.
             probed = 0 if self._held_pages else min(pages, self._piece_pages)
             self.counts.cancelled += pages - probed
-            pages = probed
-        share = int(self._host.pool.num_pages // self._groups * self._options.host_share) - self._held_pages
-        room = min(share, pages, self._host.room_pages)
-        host = self._host.take(max(room, 0))
-        if host is None:
-            host = self._host.take(0)
-        assert host is not None
-        self.counts.declined += pages - host.shape[1]
-        prefetch.found = host.shape[1]
-        self._held_pages += host.shape[1]
-        for start in range(0, host.shape[1], self._piece_pages):
-            end = min(start + self._piece_pages, host.shape[1])
-            self._read(prefetch, _Piece(prefetch.first + start, prefetch.first + end, host[:, start:end]))
+            prefetch.found = probed
+        self._roomless.append(prefetch)
+        self.room_came()
         self._advance(prefetch)
         self._on_change()
+
+    def room_came(self) -> None:
+        """The host may have room again: begin what waits for it, a piece each in turn."""
+        full = 0
+        while full < len(self._roomless):
+            prefetch = self._roomless.popleft()
+            if prefetch.begun == prefetch.found:
+                self._cancel_room_timer(prefetch)
+            elif self._begin_piece(prefetch):
+                full = 0
+                self._roomless.append(prefetch)
+            elif self._may_wait_for_room(prefetch):
+                full += 1
+                self._roomless.append(prefetch)
+            else:
+                self._decline(prefetch)
+
+    def _begin_piece(self, prefetch: Prefetch) -> bool:
+        """Read the next piece, as large as there is room for; False if there is none."""
+        room = min(self._share_pages - self._held_pages, self._host.room_pages)
+        count = min(room, self._piece_pages, prefetch.found - prefetch.begun)
+        # Pages behind a fence are evicted, and not free yet.
+        host = self._host.take(count) if count > 0 else None
+        if host is None:
+            return False
+        start = prefetch.first + prefetch.begun
+        prefetch.begun += count
+        self._held_pages += count
+        self._read(prefetch, _Piece(start, start + count, host))
+        return True
+
+    def _may_wait_for_room(self, prefetch: Prefetch) -> bool:
+        if prefetch.released and not prefetch.waiters:
+            return False
+        at_s = prefetch.asked_s + self._options.room_timeout_ms / 1e3
+        if prefetch.room_timer is None:
+            prefetch.room_timer = self._loop.call_at(at_s, self._room_timed_out, prefetch)
+        return at_s > self._loop.time()
+
+    def _room_timed_out(self, prefetch: Prefetch) -> None:
+        if prefetch in self._roomless:
+            self._roomless.remove(prefetch)
+            self._decline(prefetch)
+
+    def _decline(self, prefetch: Prefetch) -> None:
+        """Read nothing more of it."""
+        left = prefetch.found - prefetch.begun
+        if prefetch.released and not prefetch.waiters:
+            self.counts.cancelled += left
+        else:
+            self.counts.declined += left
+            prefetch.short = True
+        prefetch.found = prefetch.begun
+        self._cancel_room_timer(prefetch)
+        self._advance(prefetch)
+        self._on_change()
+
+    def _cancel_room_timer(self, prefetch: Prefetch) -> None:
+        if prefetch.room_timer is not None:
+            prefetch.room_timer.cancel()
+            prefetch.room_timer = None
 
     def _read(self, prefetch: Prefetch, piece: _Piece) -> None:
         prefetch.pieces.append(piece)
@@ -327,6 +410,7 @@ class Prefetcher:
                     page_ms = max(done.read_ms, (self._loop.time() - asked_s) * 1e3 / len(prefetch.pieces)) / piece.good
                     self._page_ms += _SMOOTHING * (page_ms - self._page_ms)
                 self._advance(prefetch)
+                self.room_came()
                 self._on_change()
 
         for group in range(self._groups):
@@ -352,7 +436,9 @@ class Prefetcher:
             self.counts.wasted += piece.good - int(taken.sum())
             if prefetch.released:
                 self.counts.late += int(taken.sum())
-        if not prefetch.pieces and prefetch.found >= 0:
+            else:
+                self._keep(prefetch)
+        if not prefetch.pieces and prefetch.begun == prefetch.found and not prefetch.done:
             self._end(prefetch)
 
     def _end(self, prefetch: Prefetch) -> None:
@@ -365,6 +451,24 @@ class Prefetcher:
             waiter.leader = None
             if waiter.released or not self._ask(waiter, waiter.wanted):
                 waiter.done = True
+            if not waiter.released:
+                self._keep(waiter)
+
+    def _keep(self, prefetch: Prefetch) -> None:
+        """What has come for a waiting request should be there when its turn comes: it is evicted after all that nobody
+        waits for. That is bounded (`host_share`), so that a waiting crowd does not push out what others use."""
+        self._unkeep(prefetch)
+        kept = self._index.keep(prefetch.key.namespace, prefetch.key.raw(0, prefetch.wanted), prefetch.first)
+        prefetch.kept = kept
+        self._kept_pages += kept.num_pages
+        if self._kept_pages > self._share_pages:
+            self._unkeep(prefetch)
+
+    def _unkeep(self, prefetch: Prefetch) -> None:
+        kept, prefetch.kept = prefetch.kept, None
+        if kept is not None:
+            self._kept_pages -= kept.num_pages
+            self._index.unkeep(kept)
 
 
 def group_keys(hashes: list[bytes], group: int) -> bytes:

@@ -32,9 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.integrity import check_tree
+from headrace.kvcache.radix_copies import begin_copies, give_up_copies, places_of
 from headrace.kvcache.radix_nodes import (
     Change,
     Dropped,
+    Kept,
     Lease,
     Lru,
     Match,
@@ -115,6 +117,31 @@ class RadixIndex:
         self._hold_path(lease.node)
         return Lease(lease.node, lease.num_pages)
 
+    def keep(self, namespace: bytes, raw: bytes, first: int) -> Kept:
+        """Evict the longest stored prefix of `raw` after all that nobody keeps, until `unkeep`; pages from `first` on
+        count. No lease: where nothing else is left it goes all the same, and nobody waits for whoever keeps it."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return Kept(None, 0)
+        node, pages, child, common = self._walk(root, raw)
+        if child is not None and common:
+            node = self._split(child, common)
+            pages += common
+        for step in path_to(node):
+            step.kept += 1
+            self._offer(step)
+        return Kept(node, max(0, pages - first))
+
+    def unkeep(self, kept: Kept) -> None:
+        """Its pages go when their turn comes, again."""
+        node, kept.node = kept.node, None
+        while node is not None:
+            above = node.went_to or node.parent
+            if node.went_to is None:
+                node.kept -= 1
+                self._offer(node)
+            node = above
+
     def path_of(self, lease: Lease) -> tuple[bytes, bytes]:
         """`(namespace, token ids as bytes)` of a lease's path."""
         root, *path = path_to(lease.node)
@@ -129,25 +156,29 @@ class RadixIndex:
             node = node.parent
         return pages
 
-    def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> NDArray[np.bool_]:
+    def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> tuple[NDArray[np.bool_], I32]:
         """Store device pages (int32 [groups, n]) that follow the lease's end, filled by `step`; the lease moves behind
         them. All of the lease's own path must be on the device.
 
-        Returns bool [n]: which pages the index took. Where it has device pages for these tokens already it takes none
-        and the lease stops: to hold pages that its owner does not read would pin each of them twice.
+        Returns bool [n]: which pages the index took; and int32 [groups, n]: the index's pages for these tokens. Where
+        it had device pages for them already it takes none, and its own are others.
         """
         count = pages.shape[1]
         assert len(raw) == count * self._page_bytes
         taken = np.zeros(count, np.bool_)
-        node, at = lease.node, 0
+        node, at, indexed = lease.node, 0, pages.copy()
         while at < count:
             start = at * self._page_bytes
             child = node.children.get(raw[start : start + self._page_bytes])
             if child is None:
                 taken[at:] = True
                 node, at = self._append(node, raw[start:], pages[:, at:], step), count
-            elif child.num_device:
-                break
+            elif have := child.num_device:
+                common = min(common_pages(child.key, raw, start, self._page_bytes), have)
+                node = child if common == child.length else self._split(child, common)
+                self._hold(node)
+                indexed[:, at : at + common] = node.device
+                at += common
             else:
                 # Only the host had them: these bytes are the same, and nobody need load them any more.
                 common = common_pages(child.key, raw, start, self._page_bytes)
@@ -157,8 +188,8 @@ class RadixIndex:
                 self._set_device(node, pages[:, at : at + common], step)
                 at += common
         lease.node = node
-        lease.num_pages += at
-        return taken
+        lease.num_pages += count
+        return taken, indexed
 
     def load(self, lease: Lease, pages: I32, step: int) -> None:
         """The pages of the lease's path that only the host has are brought to these device pages by `step`."""
@@ -235,45 +266,21 @@ class RadixIndex:
         Only pages filled by completed steps, and of nodes with `min_hits`. Returns their spans and numbers, int32
         [groups, k], in the order of the path.
         """
-        spans: list[Span] = []
-        pages: list[I32] = [self._none]
-        depth = 0
-        for node in path_to(lease.node):
-            count = min(node.num_device - node.pending, most)
-            if count > 0 and node.hits >= min_hits:
-                # Only here, since most of a path has been copied before: asking the array takes 3 µs.
-                early = node.filled_by > completed_step
-                count = min(int(early.argmax()) - node.pending, most) if early.any() else count
-            if count > 0 and node.hits >= min_hits:
-                spans.append(Span(depth + node.pending, depth + node.pending + count))
-                pages.append(node.device[:, node.pending : node.pending + count])
-                node.pending += count
-                most -= count
-                if node.parent is not None and node.pending == count:
-                    node.parent.host_children += 1
-            depth += node.length
-        return spans, np.concatenate(pages, axis=1)
+        spans, pages = begin_copies(path_to(lease.node), completed_step, most, min_hits)
+        return spans, np.concatenate([self._none, *pages], axis=1)
 
     def end_backup(self, lease: Lease, spans: list[Span], pages: I32 | None) -> None:
         """The host has the pages of these spans in `pages` (int32 [groups, k]), or the copy was given up (None)."""
-        at, depth, queue = 0, 0, list(spans)
-        for node in path_to(lease.node):
-            while queue and queue[0].start < depth + node.length:
-                span = queue[0]
-                count = min(span.end, depth + node.length) - span.start
-                assert pages is None or span.start == depth + node.num_host, "copies end in the order they began"
-                if pages is not None:
-                    node.set_host(np.concatenate((node.host, pages[:, at : at + count]), axis=1))
-                    self.host_pages += count
-                    self._tell(_HOST_STORED, node, node.num_host - count, node.num_host)
-                else:
-                    self._give_up(node, count)
-                at += count
-                queue[0] = Span(span.start + count, span.end)
-                if queue[0].start == span.end:
-                    queue.pop(0)
-            depth += node.length
-        assert not queue
+        at = 0
+        for node, start, count in places_of(path_to(lease.node), spans):
+            assert pages is None or start == node.num_host, "copies end in the order they began"
+            if pages is not None:
+                node.set_host(np.concatenate((node.host, pages[:, at : at + count]), axis=1))
+                self.host_pages += count
+                self._tell(_HOST_STORED, node, start, start + count)
+            else:
+                give_up_copies(node, count)
+            at += count
 
     # ------------------------------------------------------------------------------------------------------------
     # Evictions
@@ -453,6 +460,7 @@ class RadixIndex:
         head.set_device(node.device[:, :at].copy(), node.filled_by[:at].copy())
         head.pending = min(node.pending, at)
         head.leases, head.used, head.hits, head.last_step = node.leases, node.used, node.hits, node.last_step
+        head.kept = node.kept
         parent.children[head.key[: self._page_bytes]] = head
         node.parent = head
         node.key, node.length = node.key[cut:], node.length - at
@@ -536,12 +544,6 @@ class RadixIndex:
         if gone and not keep and node.parent is not None:
             node.parent.host_children -= 1
 
-    def _give_up(self, node: Node, count: int) -> None:
-        """The copies to the host of the last `count` pending pages of a node will not come."""
-        node.pending -= count
-        if not node.pending and node.parent is not None:
-            node.parent.host_children -= 1
-
     def _prune(self, node: Node) -> list[Dropped]:
         """Drop everything below a node, all of it on the host: what it continues is about to go."""
         dropped: list[Dropped] = []
@@ -555,7 +557,7 @@ class RadixIndex:
             self.host_pages -= below.num_host
             self.evictable_host_pages -= below.num_host
             self.num_nodes -= 1
-            below.parent = None
+            below.parent, below.went_to = None, node
             below.cut_host(0)
         node.children.clear()
         node.host_children = 0
@@ -573,7 +575,7 @@ class RadixIndex:
             self._offer(node)
         else:
             del parent.children[node.key[: self._page_bytes]]
-            node.parent, node.key, node.length = None, b"", 0
+            node.parent, node.went_to, node.key, node.length = None, parent, b"", 0
             self.num_nodes -= 1
         self._offer(parent)
 

@@ -17,7 +17,7 @@ class Node:
 
     __slots__ = (
         *("children", "device", "device_children", "filled_by", "hits", "host", "host_children", "key", "last_step"),
-        *("leases", "length", "num_device", "num_host", "parent", "pending", "used"),
+        *("kept", "leases", "length", "num_device", "num_host", "parent", "pending", "used", "went_to"),
     )
 
     def __init__(self, parent: Node | None, key: bytes, length: int, device: I32, host: I32) -> None:
@@ -34,6 +34,10 @@ class Node:
         self.device_children = self.host_children = 0
         """Children with pages in the tier."""
         self.leases = 0
+        self.kept = 0
+        """How many want it and its path to be evicted last."""
+        self.went_to: Node | None = None
+        """Of a node that was evicted whole: the one that it continued, for whoever still keeps its path."""
         self.hits = 0
         """How often a request has matched through it."""
         self.used = 0
@@ -79,6 +83,16 @@ class Lease:
     __slots__ = ("node", "num_pages")
 
     def __init__(self, node: Node, num_pages: int) -> None:
+        self.node = node
+        self.num_pages = num_pages
+
+
+class Kept:
+    """A wish that the path from the root to the end of `node` be evicted last; `num_pages` of it count."""
+
+    __slots__ = ("node", "num_pages")
+
+    def __init__(self, node: Node | None, num_pages: int) -> None:
         self.node = node
         self.num_pages = num_pages
 
@@ -152,32 +166,33 @@ def is_host_leaf(node: Node) -> bool:
 
 
 class Lru:
-    """The leaves of a tier in the order of their last use. Entries that are no longer true are skipped when met, and
-    swept out when they outnumber the nodes."""
+    """The leaves of a tier in the order of their last use, those that somebody keeps after all others. Entries that are
+    no longer true are skipped when met, and swept out when they outnumber the nodes."""
 
     def __init__(self, is_leaf: Callable[[Node], bool]) -> None:
         self._is_leaf = is_leaf
-        self._heap: list[tuple[int, int, Node]] = []
+        self._heap: list[tuple[bool, int, int, Node]] = []
         self._pushes = 0
 
     def push(self, node: Node, nodes: int = 1 << 62) -> None:
         """Add a leaf as it was last used; `nodes` is how many there are in all."""
         self._pushes += 1
-        heapq.heappush(self._heap, (node.used, self._pushes, node))
+        heapq.heappush(self._heap, (node.kept > 0, node.used, self._pushes, node))
         if len(self._heap) > 2 * nodes + 64:
-            live = {
-                id(entry[2]): entry for entry in self._heap if entry[2].used == entry[0] and self._is_leaf(entry[2])
-            }
+            live = {id(entry[3]): entry for entry in self._heap if self._is_current(*entry)}
             self._heap = list(live.values())
             heapq.heapify(self._heap)
 
     def pop(self) -> Node | None:
         """The leaf that was unused for longest."""
         while self._heap:
-            used, _, node = heapq.heappop(self._heap)
-            if node.used == used and self._is_leaf(node):
-                return node
+            entry = heapq.heappop(self._heap)
+            if self._is_current(*entry):
+                return entry[3]
         return None
 
     def clear(self) -> None:
         self._heap.clear()
+
+    def _is_current(self, kept: bool, used: int, _: int, node: Node) -> bool:
+        return node.used == used and (node.kept > 0) == kept and self._is_leaf(node)

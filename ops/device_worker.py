@@ -27,8 +27,8 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_model
 from headrace.ops.sampler import Sampler
-from headrace.ops.step import Sampled, StepRunner
-from headrace.ops.streams import Event, Streams, cpu_streams
+from headrace.ops.step import BackedUp, Sampled, StepRunner
+from headrace.ops.streams import Streams, cpu_streams
 from headrace.ops.warm_up import measure_steps
 from headrace.ops.wire import (
     Backup,
@@ -88,7 +88,7 @@ class DeviceWorker:
         self._forwarded: int | None = None
         """A step that waits for its `Sample`."""
         self._steps: deque[Sampled] = deque()
-        self._backups: deque[tuple[Event, int]] = deque()
+        self._backups: deque[BackedUp] = deque()
         self.finished = False
 
     def handle(self, command: Command) -> None:
@@ -110,7 +110,7 @@ class DeviceWorker:
                     self._sample(command)
                 case Backup():
                     self._expect(command, "ready", "failed")
-                    self._backups.append((self._runner.back_up(command), command.transfer))
+                    self._backups.append(self._runner.back_up(command))
                 case Stop():
                     while self.poll():
                         pass
@@ -120,8 +120,9 @@ class DeviceWorker:
     def poll(self) -> bool:
         """Answer what is done; → whether something is not."""
         self._answer_steps()
-        while self._backups and self._backups[0][0].query():
-            self._reply(BackupDone(self._backups.popleft()[1]))
+        while self._backups and self._backups[0].done.query():
+            backup = self._backups.popleft()
+            self._reply(BackupDone(backup.transfer, backup.copy.spent_ms))
         return bool(self._steps or self._backups)
 
     def idle(self) -> bool:
@@ -256,7 +257,7 @@ class DeviceWorker:
             except Exception as problem:
                 self._answer_failure(sampled.step, problem)
             else:
-                self._reply(StepDone(sampled.step, sampled.step_ms))
+                self._reply(StepDone(sampled.step, sampled.step_ms, sampled.load.spent_ms))
             self._steps.popleft()
 
     def _answer_failure(self, step: int, problem: Exception) -> None:

@@ -12,7 +12,8 @@ end    a page's bytes are overwritten when the server gives it to another reques
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -39,6 +40,18 @@ class BadBatch(ValueError):
     """The server sent a batch that contradicts itself or this worker's sizes."""
 
 
+class CopyTime(msgspec.Struct):
+    """What copies have taken of this thread's time: next to nothing where they are only given to a stream."""
+
+    spent_ms: float = 0.0
+
+    def of(self, work: Callable[[], None]) -> None:
+        """Do it, and count."""
+        began = time.perf_counter()
+        work()
+        self.spent_ms += (time.perf_counter() - began) * 1e3
+
+
 class _Forwarded(msgspec.Struct):
     """What `sample` needs of the step whose `forward` came last."""
 
@@ -46,6 +59,7 @@ class _Forwarded(msgspec.Struct):
     slots: I32
     positions: I32
     began: Event
+    load: CopyTime
     ended: Event | None = None
     logits: Tensor | None = None
     """There when the compute stream gets to `sample`."""
@@ -58,11 +72,20 @@ class Sampled(NamedTuple):
     done: Event
     """Its results are in the ring slot, its KV in the pages; nothing of it reads or writes any more."""
     spans: tuple[tuple[Event, Event], ...]
+    load: CopyTime
 
     @property
     def step_ms(self) -> float:
         """What its commands took, when it is done."""
         return sum(began.ms_until(ended) for began, ended in self.spans)
+
+
+class BackedUp(NamedTuple):
+    """A backup that was given to its stream."""
+
+    transfer: int
+    done: Event
+    copy: CopyTime
 
 
 class StepRunner:
@@ -88,8 +111,9 @@ class StepRunner:
         compute = self._streams.compute
         began = compute.record()
         self._check(batch)
-        arrivals = self._load(batch)
-        forwarded = _Forwarded(batch.step, batch.row_slot[batch.sample_row], batch.sample_position, began)
+        load = CopyTime()
+        arrivals = self._load(batch, load)
+        forwarded = _Forwarded(batch.step, batch.row_slot[batch.sample_row], batch.sample_position, began, load)
         compute.run(partial(self._forward, batch, arrivals, results, forwarded))
         forwarded.ended = compute.record()
         self._forwarded = forwarded
@@ -105,24 +129,25 @@ class StepRunner:
         began = compute.record()
         compute.run(partial(self._sample, forwarded, mask_rows, mask_bits, results, skips))
         done = compute.record()
-        return Sampled(step, done, ((forwarded.began, forwarded.ended), (began, done)))
+        return Sampled(step, done, ((forwarded.began, forwarded.ended), (began, done)), forwarded.load)
 
-    def back_up(self, command: Backup) -> Event:
-        """Copy device pages to host pages, behind all that was computed before → when they are there. Raises ValueError
-        without a host pool; the stream raises IndexError for pages that do not exist."""
+    def back_up(self, command: Backup) -> BackedUp:
+        """Copy device pages to host pages, behind all that was computed before. Raises ValueError without a host pool;
+        the stream raises IndexError for pages that do not exist."""
         if self._host is None:
             raise ValueError("a backup was asked for, but this worker has no host pool")
         backup = self._streams.backup
         backup.wait(self._streams.compute.record())
         pool, pages = self._pools[command.group], (command.device_pages, command.host_pages)
         backup.uses(partial(accesses.backup, command.transfer, command.group, pool, *pages))
-        backup.run(partial(back_up, pool, self._host, *pages))
-        return backup.record()
+        copy = CopyTime()
+        backup.run(partial(copy.of, partial(back_up, pool, self._host, *pages)))
+        return BackedUp(command.transfer, backup.record(), copy)
 
     # -----------------------------------------------------------------------------------------------------------
     # In the load stream
 
-    def _load(self, batch: ForwardBatch) -> dict[int, Event]:
+    def _load(self, batch: ForwardBatch, spent: CopyTime) -> dict[int, Event]:
         """Bring the batch's host pages → for each layer of the model, the event behind its part."""
         loads = {}
         for group in np.unique(batch.load_group).tolist():
@@ -135,7 +160,7 @@ class StepRunner:
         for layer, (group, index) in sorted(self._places.items()) if loads else ():
             if group in loads:
                 stream.uses(partial(accesses.load, batch.step, group, index, *loads[group].pages))
-                stream.run(partial(loads[group].bring, index))
+                stream.run(partial(spent.of, partial(loads[group].bring, index)))
                 arrivals[layer] = stream.record()
         return arrivals
 

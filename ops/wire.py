@@ -204,6 +204,8 @@ class StepDone(msgspec.Struct, tag="done", frozen=True):
 
     step: int
     step_ms: float
+    load_ms: float = 0.0
+    """Of `step_ms`, copying host pages to the device."""
 
 
 class StepFailed(msgspec.Struct, tag="failed", frozen=True):
@@ -218,6 +220,8 @@ class BackupDone(msgspec.Struct, tag="backed_up", frozen=True):
     """The host pages of the transfer hold the bytes."""
 
     transfer: int
+    copy_ms: float = 0.0
+    """What the copy took, in which no step ran; 0 where it delays none."""
 
 
 Reply: TypeAlias = Progress | Loaded | Ready | Refused | StepDone | StepFailed | BackupDone

@@ -6,13 +6,14 @@ a dozen numpy operations). Nothing here keeps state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.kvcache.cache import Holding
+from headrace.kvcache.cache import Holding, Repointed
 from headrace.ops.wire import I32, Counts, ForwardBatch, batch_bytes
 from headrace.sched.messages import MAX_LOGIT_BIASES, SamplingParams
 from headrace.sched.request import Request, SlotTable
@@ -41,21 +42,33 @@ class Chunk:
         return max(0, self.wants_to - self.wants_from)
 
 
+class Moved(NamedTuple):
+    """Duplicates of a request that it gave back: its slot's table shows other pages instead."""
+
+    slot: int
+    holding: Holding
+    places: Repointed
+
+
 class ScheduleBatch:
     """One step: decoding slots, prefill chunks, and the page-table deltas that both need.
 
     Sizes are kept as it grows, so that asking whether one more request fits costs the same for the hundredth.
     """
 
-    __slots__ = ("_counts", "chunks", "decode", "entered", "grown", "grown_pages", "inits", "prefill_pairs")
+    __slots__ = ("_counts", "chunks", "decode", "entered", "grown", "grown_pages", "inits", "moved", "prefill_pairs")
 
-    def __init__(self, decode: NDArray[np.int64], grown: NDArray[np.int64], grown_pages: I32) -> None:
+    def __init__(
+        self, decode: NDArray[np.int64], grown: NDArray[np.int64], grown_pages: I32, moved: Sequence[Moved] = ()
+    ) -> None:
         self.decode = decode
         """Slots that compute one token each."""
         self.grown = grown
         """Decoding slots that got one more page ..."""
         self.grown_pages = grown_pages
         """... namely [groups, grown]."""
+        self.moved = moved
+        """Pages that slots read elsewhere from now on."""
         self.chunks: list[Chunk] = []
         self.entered: list[Request] = []
         """Requests that got a slot in this step; each also has a chunk."""
@@ -64,7 +77,8 @@ class ScheduleBatch:
         self.prefill_pairs = 0
         """Sum of tokens x context over the chunks, what attention costs."""
         rows = len(decode)
-        self._counts = Counts(rows, rows, rows, rows, grown_pages.size, 0, 0, 0, 0, 0)
+        edits = grown_pages.size + sum(some.places.pages.size for some in moved)
+        self._counts = Counts(rows, rows, rows, rows, edits, 0, 0, 0, 0, 0)
 
     @property
     def counts(self) -> Counts:
@@ -113,7 +127,9 @@ def max_batch_bytes(
         rows=max_slots,
         decode_rows=max_slots,
         samples=max_slots,
-        table_edits=groups * (max_slots + table_pages),
+        # One request's whole table, a page more for each slot, and its duplicates: what a step's chunks have published
+        # at its launch, and the two in flight when they were collected.
+        table_edits=groups * (table_pages + max_slots + max_chunk_tokens // page_tokens + 3 * max_slots),
         slot_inits=max_slots,
         init_ids=2 * max_context_tokens + 2 * MAX_LOGIT_BIASES,
         init_biases=MAX_LOGIT_BIASES,
@@ -174,6 +190,13 @@ def _encode_loads(out: ForwardBatch, batch: ScheduleBatch) -> None:
 def _encode_edits(out: ForwardBatch, batch: ScheduleBatch, table: SlotTable, page_tokens: int) -> None:
     at = 0
     for group in range(batch.grown_pages.shape[0]):
+        for moved in batch.moved:
+            end = at + len(moved.places.indices)
+            out.edit_group[at:end] = group
+            out.edit_slot[at:end] = moved.slot
+            out.edit_index[at:end] = moved.places.indices
+            out.edit_page[at:end] = moved.places.pages[group]
+            at = end
         end = at + len(batch.grown)
         out.edit_group[at:end] = group
         out.edit_slot[at:end] = batch.grown

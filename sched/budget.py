@@ -1,8 +1,8 @@
-"""What a step costs, how many prefill tokens fit into it, and when to launch the next one.
+"""What a step costs, how many prefill tokens fit into it, when to launch the next one, how much to copy between.
 
-in     costs measured by the worker's warm-up; steps launched and done
-out    predicted ms; a budget for a step's prefill; a time to launch
-state  four coefficients and two running corrections; the predicted end of the last launched step
+in     costs measured by the worker's warm-up; steps launched and done; copies done
+out    predicted ms; a budget for a step's prefill; a time to launch; pages of a copy
+state  four coefficients and two running corrections; the predicted end of the last launched step; ms a copied page
 owner  the engine
 ready  from the start: without measurements the budget is the fixed one and launches are immediate
 end    with the engine
@@ -25,6 +25,12 @@ FIXED_BUDGET_TOKENS: Final = 2048
 LONG_STEP_MS: Final = 20.0
 """Past this a step is launched shortly before its predecessor ends, so that arrivals need not wait a whole one more."""
 LAUNCH_LEAD_MS: Final = 3.0
+COPY_MS: Final = 1.2
+"""Of one copy to the host. The bound is 2 ms; the 99th percentile of a copy's time was 1.1 to 1.6 times its median."""
+FIRST_COPY_BYTES_PER_MS: Final = 1e6
+"""Until a copy has been measured: 1 GB/s, a fifth of what this machine does."""
+MAX_COPY_BYTES: Final = 8 << 20
+"""Of one copy, however fast: its command has to fit a message, and room on the host comes in such pieces."""
 CAUTION_STEP: Final = 0.2
 """Five retractions in a row, and admission reserves all that the running may still produce."""
 CAUTION_KEPT: Final = 0.9
@@ -65,6 +71,12 @@ class CostModel:
         pairs = tokens * (context_tokens + tokens // 2)
         return self._mixed_factor * (self.token_ms * tokens + self.pair_ms * pairs)
 
+    @property
+    def prefill_formula(self) -> str:
+        """How `prefill_ms` estimates, with its numbers now: pairs are tokens x the context they begin at and half of
+        themselves."""
+        return f"{self._mixed_factor:.2f} x (tokens x {self.token_ms:.4f} ms + pairs x {self.pair_ms * 1e6:.1f} ns)"
+
     def observe(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int, step_ms: float) -> None:
         """A step took `step_ms` on the device."""
         raw_ms = self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
@@ -93,6 +105,32 @@ class CostModel:
 
     def _rest(self, cost: StepCost) -> float:
         return max(0.0, cost.step_ms - self.base_ms - self.row_ms * cost.decode_rows)
+
+
+class CopyPace:
+    """How many pages one copy to the host takes, so that it holds the device for a bounded time.
+
+    On a CPU a copy is a command between two steps, and whatever decodes waits for it. Pages are as many as fill
+    `COPY_MS` at the speed of the last copies; a device whose copies delay no step tells 0 and gets the largest ones.
+    """
+
+    def __init__(self, page_bytes: int, most_bytes: int = MAX_COPY_BYTES) -> None:
+        self._most = max(1, most_bytes // page_bytes)
+        self._page_ms = page_bytes / FIRST_COPY_BYTES_PER_MS
+        self._delays = True
+
+    @property
+    def pages(self) -> int:
+        """Of the next copy."""
+        return min(self._most, max(1, int(COPY_MS / self._page_ms))) if self._delays else self._most
+
+    def observe(self, pages: int, copy_ms: float) -> None:
+        """A copy of so many pages took `copy_ms`, in which no step ran."""
+        self._delays = copy_ms > 0
+        if self._delays:
+            # As with steps: one stall of the machine must not make copies small for long.
+            ratio = min(4.0, max(0.25, copy_ms / pages / self._page_ms))
+            self._page_ms *= 1 + _SMOOTHING * (ratio - 1)
 
 
 class StepBudget:

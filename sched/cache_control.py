@@ -30,6 +30,10 @@ from headrace.sched.messages import Overloaded
 MAX_WAITING: Final = 16
 """Lookups, warm-ups, flushes and clearings that wait for something at a time."""
 MAX_PINS: Final = 256
+DETACH_S: Final = 5.0
+"""How long what is under way may take when storage is detached; then its agent is killed."""
+ATTACH_S: Final = 30.0
+"""How long the store may take to open."""
 SETTLE_S: Final = 5.0
 """How long a flush waits for writes that read from what it is about to drop."""
 
@@ -89,6 +93,7 @@ class CacheControl:
         self._storage = storage
         self._moved = asyncio.Event()
         self._waiting = 0
+        self._switching = False
         self._pins: dict[str, _Pinned] = {}
 
     @property
@@ -106,6 +111,10 @@ class CacheControl:
         if self._storage is None or self._storage.usable:
             return ""
         return self._storage.message or "it was silent, and is not asked for a while"
+
+    @property
+    def storage_attached(self) -> bool:
+        return self._storage is not None and self._storage.attached
 
     def changed(self) -> None:
         """The engine: a copy, a write or a read is over."""
@@ -143,7 +152,7 @@ class CacheControl:
             try:
                 complete = await self._until(lambda: prefetch.done, limit_s)
             finally:
-                self._cache.end_prefetch(prefetch, None)
+                self._cache.end_warm(prefetch)
         return Warmed(prefetch.arrived * key.page_tokens, complete)
 
     async def delete_stored(self, salt: str | None) -> Deleted:
@@ -157,6 +166,27 @@ class CacheControl:
             deleted = await answer
         self.events.removed_from_storage(namespace, deleted.pages)
         return deleted
+
+    async def detach_storage(self) -> bool:
+        """Go on without the storage tier; whether what was under way was completed. Harmless twice."""
+        with self._one_more(), self._alone() as storage:
+            return await storage.detach(DETACH_S)
+
+    async def attach_storage(self) -> str:
+        """Use the storage tier again; "" when its store is open, or why it is not. Harmless twice."""
+        with self._one_more(), self._alone() as storage:
+            return await storage.attach(ATTACH_S)
+
+    @contextmanager
+    def _alone(self) -> Iterator[StorageClient]:
+        assert self._storage is not None, "there is no storage tier"
+        if self._switching:
+            raise Overloaded("storage is just being attached or detached; try again when that is done", 5)
+        self._switching = True
+        try:
+            yield self._storage
+        finally:
+            self._switching = False
 
     # ------------------------------------------------------------------------------------------------------------
     # What does not wait

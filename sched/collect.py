@@ -44,6 +44,8 @@ class LaunchedStep:
     prefill_tokens: int
     prefill_pairs: int
     launched_s: float
+    loading: list[Request]
+    """Requests whose host pages it loads."""
     skipped: int = 0
     """Samples left out because their masks were late; their generations are then -1."""
 
@@ -69,6 +71,7 @@ def remember(batch: ScheduleBatch, table: SlotTable, step: int, ring_slot: int, 
         prefill_tokens=batch.prefill_tokens,
         prefill_pairs=batch.prefill_pairs,
         launched_s=now_s,
+        loading=[request for request in batch.entered if request.holding is not None and request.holding.host.size],
     )
 
 
@@ -86,13 +89,24 @@ class Collected:
 
 
 def collect(
-    scheduler: Scheduler, launched: LaunchedStep, results: StepResults, stop_ids: NDArray[np.bool_], now_s: float
+    scheduler: Scheduler,
+    launched: LaunchedStep,
+    results: StepResults,
+    stop_ids: NDArray[np.bool_],
+    now_s: float,
+    load_ms: float = 0.0,
 ) -> Collected:
     """Commit the ids of a completed step.
 
-    `stop_ids`: bool [vocab], true for every id that ends some request; which one, each request knows.
+    `stop_ids`: bool [vocab], true for every id that ends some request; which one, each request knows. `load_ms`: of the
+    step's time, what copying host pages to the device took.
     """
     table = scheduler.table
+    for request in launched.loading:
+        # What the step took belongs to the prefill, but for this part.
+        if request.waits_for == "prefill":
+            request.waited_ms["load"] += load_ms
+            request.waited_ms["prefill"] -= load_ms
     count = len(launched.slots)
     rows = np.flatnonzero(table.generation[launched.slots] == launched.generations)
     slots = launched.slots[rows]
@@ -104,6 +118,7 @@ def collect(
     first = known - table.prompt[slots] == 1
     look = failed | first | (known >= table.limit[slots]) | table.watched[slots]
     look |= stop_ids[np.where(failed, 0, ids)]
+    page_tokens, page_bytes = scheduler.cache.layout.page_tokens, scheduler.cache.page_bytes
     started: list[Started] = []
     finished: list[Finished] = []
     ended: list[Request] = []
@@ -115,8 +130,8 @@ def collect(
             table.known[slots[i]] -= 1
         end = _end_of(request, int(ids[i]), int(table.known[slots[i]]), bool(failed[i]))
         if first[i] and not failed[i]:
-            request.first_ids_s = now_s
-            started.append(_started(request))
+            request.wait_for(None, now_s)
+            started.append(_started(request, page_tokens, page_bytes))
         if end is not None:
             finished.append(end)
             ended.append(request)
@@ -163,19 +178,22 @@ def _end_of(request: Request, token: int, known: int, failed: bool) -> Finished 
     return None
 
 
-def _started(request: Request) -> Started:
+def _started(request: Request, page_tokens: int, page_bytes: int) -> Started:
     return Started(
         request=request.submit.request,
         cached_tokens=request.cached_tokens,
         cached_device_tokens=request.cached_tokens - request.cached_host_tokens - request.cached_storage_tokens,
         cached_host_tokens=request.cached_host_tokens,
         cached_storage_tokens=request.cached_storage_tokens,
-        storage_wait_ms=request.storage_wait_ms,
-        storage_reason=request.prefetch_reason,
-        computed_ms_saved=request.saved_ms,
-        queue_ms=(request.first_launch_s - request.arrival_s) * 1e3,
+        page_tokens=page_tokens,
+        page_bytes=page_bytes,
+        waited_ms=request.waited_ms,
         waited_for=request.waited_for,
-        prefill_ms=(request.first_ids_s - request.first_launch_s) * 1e3,
+        saved_ms=request.saved_ms,
+        saved_by=request.saved_by,
+        prefetch_policy=request.prefetch_policy,
+        prefetch_decision=request.prefetch_decision,
+        prefetch_reason=request.prefetch_reason,
     )
 
 

@@ -55,7 +55,7 @@ class Device:
         begin: tuple[Start, MakePools],
         on_ready: Callable[[Ready], None],
         on_step: Callable[[StepDone], None],
-        on_copied: Callable[[int], None],
+        on_copied: Callable[[BackupDone], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self.phase: Phase = "starting"
@@ -164,7 +164,7 @@ class Device:
                 case StepDone() as step:
                     self._on_step(step)
                 case BackupDone() as copied:
-                    self._on_copied(copied.transfer)
+                    self._on_copied(copied)
                 case StepFailed() as failed:
                     self.step_failures += 1
                     self.lose(f"step {failed.step} failed on the device: {failed.message}")

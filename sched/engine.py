@@ -34,11 +34,12 @@ from numpy.typing import NDArray
 from headrace.kvcache.cache import MOST_PAGES, KvCache
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageRefused
-from headrace.ops.wire import Backup, Forward, MakePools, Ready, StepDone
+from headrace.ops.wire import BackupDone, Forward, MakePools, Ready, StepDone
 from headrace.sched.batch import encode
-from headrace.sched.budget import TARGET_STEP_MS, CostModel, LaunchClock, StepBudget
+from headrace.sched.budget import TARGET_STEP_MS, CopyPace, CostModel, LaunchClock, StepBudget
 from headrace.sched.cache_control import CacheControl
 from headrace.sched.collect import LaunchedStep, collect, remember
+from headrace.sched.copying import CopyStage
 from headrace.sched.device import Device, EngineFailed
 from headrace.sched.executors.protocol import Connect
 from headrace.sched.grammar import Grammar
@@ -46,6 +47,7 @@ from headrace.sched.idle_check import IdleCheck
 from headrace.sched.masks import SampleStage
 from headrace.sched.matching import ConnectGrammar, Matchers
 from headrace.sched.messages import (
+    WAIT_CAUSES,
     EngineStatus,
     Finished,
     FinishReason,
@@ -55,6 +57,7 @@ from headrace.sched.messages import (
     Phase,
     StepDeltas,
     Submit,
+    WaitCause,
 )
 from headrace.sched.options import EngineOptions
 from headrace.sched.request import Request
@@ -89,14 +92,13 @@ class Engine:
         self._options = options
         self._connect = connect
         self._loop = asyncio.get_running_loop()
-        start, groups = options.start, len(options.layout.groups)
+        start = options.start
         self._cache = KvCache(
             options.layout,
             options.num_pages,
             options.reuse,
             options.host_pages,
             options.write_policy,
-            max(1, options.max_copy_bytes // max(options.layout.page_bytes(group) for group in range(groups))),
             options.page_hash,
         )
         self._scheduler = Scheduler(
@@ -123,8 +125,9 @@ class Engine:
         self._in_flight: deque[LaunchedStep] = deque()
         self._sampling = SampleStage(self._scheduler, self._wake_at)
         self._free_ring: list[int] = []
-        self._copies: dict[int, int] = {}
-        """Copies under way, by transfer: groups that are not done."""
+        self._copying = CopyStage(
+            self._cache, CopyPace(self._cache.page_bytes, options.max_copy_bytes), self._device.send
+        )
         self._next_step = 0
         self._collected_s = 0.0
         # The stages.
@@ -153,6 +156,8 @@ class Engine:
         self._steps = self._prompt_tokens = self._cached_tokens = 0
         self._cached_host_tokens = self._cached_storage_tokens = 0
         self._output_tokens = self._overrun_tokens = 0
+        self._waited_ms: dict[WaitCause, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
+        self._saved_ms = 0.0
 
     # ------------------------------------------------------------------------------------------------------------
     # What the server calls
@@ -258,7 +263,7 @@ class Engine:
     def status(self) -> EngineStatus:
         """A snapshot; can be asked at any time."""
         cache, device, scheduler = self._cache.stats(), self._device, self._scheduler
-        prefetch, storage = self._cache.prefetch_counts, self._storage
+        prefetch, storage, page_bytes = self._cache.prefetch_counts, self._storage, self._cache.page_bytes
         return EngineStatus(
             phase=device.phase,
             message=device.message,
@@ -284,12 +289,14 @@ class Engine:
             storage_state="none" if storage is None else "usable" if storage.usable else storage.message or "paused",
             storage_restarts=storage.restarts if storage is not None else 0,
             storage_deadlines_missed=storage.deadlines_missed if storage is not None else 0,
-            prefetch_useful_pages=prefetch.useful,
-            prefetch_late_pages=prefetch.late,
-            prefetch_wasted_pages=prefetch.wasted,
-            prefetch_cancelled_pages=prefetch.cancelled,
-            prefetch_declined_pages=prefetch.declined,
-            prefetch_waited_ms=prefetch.waited_ms,
+            prefetch_useful_bytes=prefetch.useful * page_bytes,
+            prefetch_late_bytes=prefetch.late * page_bytes,
+            prefetch_wasted_bytes=prefetch.wasted * page_bytes,
+            prefetch_cancelled_bytes=prefetch.cancelled * page_bytes,
+            prefetch_declined_bytes=prefetch.declined * page_bytes,
+            page_bytes=page_bytes,
+            waited_ms=dict(self._waited_ms),
+            saved_ms=self._saved_ms,
             prefill_budget_tokens=self._budget(1).tokens(0),
             last_step_age_ms=device.silent_s * 1e3 if self._in_flight else 0.0,
             steps=self._steps,
@@ -374,7 +381,7 @@ class Engine:
         """Its pages are void: what ran on them fails, what waits goes on when a device is back."""
         self._in_flight.clear()
         self._sampling.forget()
-        self._copies.clear()
+        self._copying.forget()
         for request in self._scheduler.forget_device():
             self._drop(request)
             message = f"{reason}; send the request again"
@@ -404,7 +411,12 @@ class Engine:
                 return
             if not self._launch():
                 break
-        if self._device.ready is not None and not self._in_flight and not self._copies and not self._send_copy():
+        if (
+            self._device.ready is not None
+            and not self._in_flight
+            and not self._copying.under_way
+            and not self._copying.order()
+        ):
             # What waited for pages whose copy will not be made need not wait any longer.
             self._launch()
 
@@ -423,8 +435,12 @@ class Engine:
         self._device.send(Forward(step, ring_slot))
         launched = remember(batch, scheduler.table, step, ring_slot, now_s)
         for request in batch.entered:
-            if request.first_launch_s < 0:
-                request.first_launch_s = now_s
+            request.wait_for("prefill", now_s)
+            if not request.started:
+                request.started = True
+                request.saved_ms = self._costs.prefill_ms(request.cached_tokens, 0)
+                request.saved_by = self._costs.prefill_formula if self._costs.measured else ""
+                self._saved_ms += request.saved_ms
                 self._cached_tokens += request.cached_tokens
                 self._cached_host_tokens += request.cached_host_tokens
                 self._cached_storage_tokens += request.cached_storage_tokens
@@ -437,7 +453,7 @@ class Engine:
         self._clock.launched(now_s, predicted_ms)
         self._idle_check.launched(step, launched.decode_rows, launched.prefill_tokens)
         self._sample()
-        self._send_copy()
+        self._copying.order()
         return True
 
     def _sample(self) -> bool:
@@ -457,23 +473,8 @@ class Engine:
             self._alarm.cancel()
         self._alarm = self._loop.call_at(at_s, self._wake.set)
 
-    def _send_copy(self) -> bool:
-        """One copy to the host behind the step that was just launched, or behind nothing when idle; False if there is
-        none to make."""
-        copy = self._cache.next_copy()
-        if copy is None:
-            return False
-        self._copies[copy.transfer] = len(copy.device)
-        for group, (device, host) in enumerate(zip(copy.device, copy.host)):
-            self._device.send(Backup(copy.transfer, group, device.tolist(), host.tolist()))
-        return True
-
-    def _copied(self, transfer: int) -> None:
-        """A group's part of a copy has been made."""
-        self._copies[transfer] -= 1
-        if not self._copies[transfer]:
-            del self._copies[transfer]
-            self._cache.copied(transfer)
+    def _copied(self, done: BackupDone) -> None:
+        self._copying.made(done)
         if not self._in_flight:
             self._pump()
         self.control.changed()
@@ -484,7 +485,7 @@ class Engine:
         now_s = self._loop.time()
         self._cache.complete_step(done.step)
         results = self._device.ring.results(launched.ring_slot)
-        collected = collect(self._scheduler, launched, results, self._stop_ids, now_s)
+        collected = collect(self._scheduler, launched, results, self._stop_ids, now_s, done.load_ms)
         self._free_ring.append(launched.ring_slot)
         for request in collected.ended:
             self._drop(request)
@@ -500,6 +501,9 @@ class Engine:
         self._steps += 1
         self._overrun_tokens += collected.overruns
         self._output_tokens += len(collected.deltas.ids)
+        for started in collected.deltas.started:
+            for cause, part_ms in started.waited_ms.items():
+                self._waited_ms[cause] += part_ms
         self.sink(collected.deltas)
 
     def _budget(self, decode_rows: int) -> StepBudget:
@@ -559,7 +563,7 @@ class Engine:
 
     def _expire_queued(self, request: int) -> None:
         found = self._requests.get(request)
-        if found is not None and found.first_launch_s < 0:
+        if found is not None and not found.started:
             limit_ms = found.submit.queue_deadline_ms
             self._end(found, "queue_timeout", f"the request did not begin within {limit_ms:.0f} ms; try again later")
 

@@ -6,7 +6,7 @@ an integer handle that the server chooses and never uses twice.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -24,6 +24,11 @@ WaitedFor: TypeAlias = Literal["", "turn", "slot", "pages", "budget", "prefix", 
 """What a request waited for before it began, the last thing of several: nothing; others before it; a slot
 (`--max-running-requests`); KV pages; room in a step; pages that another request was computing; pages from storage; its
 grammar's first mask."""
+
+WaitCause: TypeAlias = Literal["turn", "slot", "pages", "budget", "prefix", "storage", "mask", "load", "prefill"]
+WAIT_CAUSES: Final[tuple[WaitCause, ...]] = get_args(WaitCause)
+"""What a request can wait for until its first id: the same, `turn` until it is first looked at; then `load`, copying
+host pages to the device in its first step, and `prefill`, the rest of the steps until its first id."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -102,18 +107,33 @@ class Started(msgspec.Struct, frozen=True):
     cached_device_tokens: int
     cached_host_tokens: int
     cached_storage_tokens: int
-    storage_wait_ms: float
-    """Of `queue_ms`: its turn had come, and it waited for pages from storage."""
-    storage_reason: str
-    """Why it waited for storage, or went on; "" if storage was not asked."""
-    computed_ms_saved: float
-    """What computing the cached tokens would have taken now, by the cost model."""
-    queue_ms: float
-    """From submission to the launch of its first chunk."""
-    prefill_ms: float
-    """From that launch to its first id."""
+    page_tokens: int
+    page_bytes: int
+    """Of one page, all layers and groups."""
+    waited_ms: dict[WaitCause, float]
+    """The parts of the time from submission to the first id; together they are that time."""
+    saved_ms: float
+    """What computing the cached tokens would have taken, as estimated when it started."""
+    saved_by: str
+    """The estimate's formula; "" where nothing was measured, and `saved_ms` is 0."""
+    prefetch_policy: str = ""
+    """"" if storage was not asked, as are the next two."""
+    prefetch_decision: str = ""
+    """See `kvcache.prefetch.Decision`."""
+    prefetch_reason: str = ""
+    """What the policy went by when it was last asked; "" if all had come before."""
     waited_for: WaitedFor = ""
-    """What it waited for, in `queue_ms`, when it was last looked at before it began."""
+    """What was in its way when it was last looked at before it began."""
+
+    @property
+    def first_token_ms(self) -> float:
+        """From submission to the first id."""
+        return sum(self.waited_ms.values())
+
+    @property
+    def queue_ms(self) -> float:
+        """From submission to the launch of its first chunk."""
+        return sum(part_ms for cause, part_ms in self.waited_ms.items() if cause not in ("load", "prefill"))
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -198,12 +218,17 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """"none", "usable", or why it is not."""
     storage_restarts: int
     storage_deadlines_missed: int
-    prefetch_useful_pages: int
-    prefetch_late_pages: int
-    prefetch_wasted_pages: int
-    prefetch_cancelled_pages: int
-    prefetch_declined_pages: int
-    prefetch_waited_ms: float
+    prefetch_useful_bytes: int
+    prefetch_late_bytes: int
+    prefetch_wasted_bytes: int
+    prefetch_cancelled_bytes: int
+    prefetch_declined_bytes: int
+    page_bytes: int
+    """Of one page, all layers and groups."""
+    waited_ms: dict[WaitCause, float]
+    """Of all requests that got their first id, by cause."""
+    saved_ms: float
+    """What computing the cached tokens would have taken, as estimated."""
     prefill_budget_tokens: int
     last_step_age_ms: float
     """Since the device last completed a step or had nothing to do; a hang shows here."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from headrace.kvcache.host import WritePolicy
@@ -13,10 +11,8 @@ from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
 from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.wire import Start
+from headrace.sched.budget import MAX_COPY_BYTES
 from headrace.sched.policies import SchedulePolicy
-
-MAX_COPY_BYTES: Final = 8 << 20
-"""Of one copy to the host, between two steps: 2 ms at 4 GB/s, which a CPU takes from its steps."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True):

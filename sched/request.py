@@ -31,7 +31,7 @@ from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.prefetch import Prefetch
 from headrace.ops.wire import I32
 from headrace.sched.matching import Matching
-from headrace.sched.messages import Submit, WaitedFor
+from headrace.sched.messages import WAIT_CAUSES, Submit, WaitCause, WaitedFor
 
 
 class Stage(IntEnum):
@@ -53,9 +53,10 @@ class Request:
 
     __slots__ = (
         *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadlines", "filling_from"),
-        *("filling_to", "first_ids_s", "first_launch_s", "holding", "ids", "key", "matched_tokens", "matched_version"),
-        *("matching", "order", "place", "prefetch", "prefetch_reason", "prompt_logprobs_from", "retractions"),
-        *("saved_ms", "slot", "stage", "storage_wait_ms", "submit", "waited_for"),
+        *("filling_to", "holding", "ids", "key", "matched_tokens", "matched_version", "matching", "order", "place"),
+        *("prefetch", "prefetch_decision", "prefetch_policy", "prefetch_reason", "prompt_logprobs_from", "retractions"),
+        *("saved_by", "saved_ms", "slot", "stage", "started", "submit", "waited_for", "waited_ms", "waits_for"),
+        "_waiting_since_s",
     )
 
     def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
@@ -75,11 +76,18 @@ class Request:
         """Prompt tokens it found in the cache when it first started; those of them that only the host had, and that
         the host had from storage, for this request."""
         self.prefetch: Prefetch | None = None
-        self.storage_wait_ms = 0.0
-        self.prefetch_reason = ""
+        self.prefetch_policy = self.prefetch_decision = self.prefetch_reason = ""
+        """Of its first start; see `Started`."""
         self.saved_ms = 0.0
-        """What computing its cached tokens would have taken."""
-        self.first_launch_s = self.first_ids_s = -1.0
+        self.saved_by = ""
+        """What computing its cached tokens would have taken, and the estimate's formula."""
+        self.started = False
+        """Its first chunk has been launched."""
+        self.waits_for: WaitCause | None = "turn"
+        """What it waits for now; None from its first id on."""
+        self.waited_ms: dict[WaitCause, float] = dict.fromkeys(WAIT_CAUSES, 0.0)
+        """What it waited for before, until its first id."""
+        self._waiting_since_s = arrival_s
         wants = submit.sampling.prompt_logprobs >= 0
         self.prompt_logprobs_from = submit.sampling.prompt_logprobs_from if wants else len(submit.prompt_ids)
         """Prompt positions from here on still need their logprobs."""
@@ -95,6 +103,13 @@ class Request:
         """What kept it waiting when it was last looked at."""
         self.deadlines: list[asyncio.TimerHandle] = []
         """Timers to cancel at its end."""
+
+    def wait_for(self, cause: WaitCause | None, now_s: float) -> None:
+        """From now on it waits for something else: the ledger's parts follow each other without a gap, so that they
+        add up. No effect after its first id."""
+        if self.waits_for is not None and cause != self.waits_for:
+            self.waited_ms[self.waits_for] += (now_s - self._waiting_since_s) * 1e3
+            self.waits_for, self._waiting_since_s = cause, now_s
 
     @property
     def prompt_tokens(self) -> int:

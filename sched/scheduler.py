@@ -28,7 +28,7 @@ from headrace.kvcache.cache import Holding, KvCache
 from headrace.kvcache.pool import Fence
 from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
-from headrace.sched.batch import Chunk, ScheduleBatch
+from headrace.sched.batch import Chunk, Moved, ScheduleBatch
 from headrace.sched.budget import OutputForecast, StepBudget
 from headrace.sched.messages import WaitedFor
 from headrace.sched.policies import SchedulePolicy
@@ -71,7 +71,12 @@ class Scheduler:
         self._forecast = OutputForecast(conservativeness)
         self._prefill_ms = prefill_ms
         self._preempt_above = preempt_above
+        self._now_s = 0.0
+        """Of the step that is being prepared."""
         self._filling: dict[bytes, int] = {}
+        self._with_duplicates: list[Request] = []
+        self._moved: list[Moved] = []
+        """Edits of page tables that no launched batch has carried yet."""
 
     @property
     def running(self) -> int:
@@ -109,6 +114,8 @@ class Scheduler:
             self.retracted.remove(request)
             self.table.leave(request)
             self.enqueue(request, now_s)
+        self._now_s = now_s
+        self._repoint()
         stuck: list[Request] = []
         if self.waiting:
             self.waiting.begin_step(now_s)
@@ -132,6 +139,7 @@ class Scheduler:
     def launched(self, batch: ScheduleBatch, step: int) -> None:
         """The batch has been sent as `step`: its pages are matchable for what is launched after it."""
         table, decode = self.table, batch.decode
+        self._moved = []
         table.computed[decode] += 1
         table.extent[decode] += 1
         table.last_step[decode] = step
@@ -160,6 +168,8 @@ class Scheduler:
         assert holding is not None and filled_tokens <= self.table.computed[slot]
         request.key.length = int(self.table.known[slot])
         self.cache.publish(holding, request.key, filled_tokens, int(self.table.last_step[slot]))
+        if holding.duplicates:
+            self._with_duplicates.append(request)
         self.table.published[slot] = filled_tokens // self._page_tokens
         self._forget_filling(request, filled_tokens // self._page_tokens)
 
@@ -171,6 +181,7 @@ class Scheduler:
             self.prefilling.remove(request)
         request.stage = Stage.RETRACTED
         request.retractions += 1
+        request.wait_for("turn", self._now_s)
         self.table.decoding[request.slot] = False
         self.table.published[request.slot] = _NOT_PUBLISHING
         self.retracted.append(request)
@@ -228,7 +239,23 @@ class Scheduler:
             assert request is not None and request.holding is not None
             self.cache.append(request.holding, pages[:, i : i + 1])
         table.held[full] += self._page_tokens
-        return ScheduleBatch(ready, full, pages)
+        return ScheduleBatch(ready, full, pages, self._moved)
+
+    def _repoint(self) -> None:
+        """Let requests read the index's pages instead of those that they have computed a second time, from the next
+        batch on. First of all in a step: what they give back may be what another needs."""
+        for request in self._with_duplicates:
+            holding, slot = request.holding, request.slot
+            if holding is not None and holding.duplicates:
+                places = self.cache.repoint(holding, Fence(int(self.table.last_step[slot])))
+                self._moved.append(Moved(slot, holding, places))
+        self._with_duplicates = []
+        requests = self.table.requests
+        self._moved = [
+            moved
+            for moved in self._moved
+            if (owner := requests[moved.slot]) is not None and owner.holding is moved.holding
+        ]
 
     def _urgent(self) -> Request | None:
         """The first of the waiting, if it may preempt and could begin but for others."""
@@ -272,6 +299,7 @@ class Scheduler:
             obstacle = self._try_admit(batch, request, step, budget)
             if obstacle:
                 request.waited_for = obstacle
+                request.wait_for(obstacle, self._now_s)
                 if obstacle not in ("prefix", "storage", "mask"):
                     return
                 at += 1
@@ -328,10 +356,9 @@ class Scheduler:
         self.table.enter(request, holding, self._page_tokens)
         request.stage = Stage.PREFILL
         from_storage = self._end_prefetch(request, holding)
-        if request.first_launch_s < 0:
+        if not request.started:
             request.cached_tokens = holding.matched_pages * self._page_tokens
-            request.saved_ms = self._prefill_ms(request.cached_tokens, 0)
-            request.cached_storage_tokens = min(from_storage, holding.host.shape[1]) * self._page_tokens
+            request.cached_storage_tokens = from_storage * self._page_tokens
             request.cached_host_tokens = holding.host.shape[1] * self._page_tokens - request.cached_storage_tokens
         self.prefilling.append(request)
         full = len(request.ids) // self._page_tokens
@@ -403,7 +430,8 @@ class Scheduler:
         if request.prefetch is None:
             return 0
         prefetch, request.prefetch = request.prefetch, None
-        request.storage_wait_ms, request.prefetch_reason = prefetch.waited_ms, prefetch.reason
+        request.prefetch_policy, request.prefetch_decision = prefetch.policy, prefetch.decision
+        request.prefetch_reason = prefetch.reason
         return self.cache.end_prefetch(prefetch, holding)
 
     def _collected(self, request: Request) -> bool:

@@ -23,7 +23,18 @@ from aiohttp import hdrs, web
 
 from headrace.server.access import Access, check_host, is_loopback
 from headrace.server.api import API, Api, api_of
-from headrace.server.cache_control import clear, events, flush_cache, lookup, pin, unpin, warm
+from headrace.server.cache_control import (
+    attach_storage,
+    clear,
+    detach_storage,
+    events,
+    flush_cache,
+    lookup,
+    pin,
+    storage_state,
+    unpin,
+    warm,
+)
 from headrace.server.control import abort_request
 from headrace.server.errors import ApiError, bad_request, internal_error, method_not_allowed, not_found
 from headrace.server.native import generate
@@ -76,6 +87,9 @@ ROUTES: Final = (
     Route("POST", "/cache/unpin", unpin, Access.ADMIN),
     Route("POST", "/cache/clear", clear, Access.ADMIN),
     Route("GET", "/cache/events", events, Access.ADMIN),
+    Route("GET", "/hicache/storage-backend", storage_state, Access.ADMIN),
+    Route("PUT", "/hicache/storage-backend", attach_storage, Access.ADMIN),
+    Route("DELETE", "/hicache/storage-backend", detach_storage, Access.ADMIN),
     Route("POST", "/abort_request", abort_request, serves=False),
 )
 _ROUTE_OF: Final = {route.handler: route for route in ROUTES}
@@ -128,7 +142,7 @@ async def _answer(api: Api, request: web.Request, route: Route | None, handler: 
             refusal = api.readiness.refusal()
             if refusal is not None:
                 raise refusal
-        if route is not None and request.method == hdrs.METH_POST:
+        if route is not None and request.method in (hdrs.METH_POST, hdrs.METH_PUT, hdrs.METH_DELETE):
             api.in_flight.enter(request)
             await api.turns.begin()
         return await handler(request)

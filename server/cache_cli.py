@@ -135,7 +135,7 @@ class _Command:
     def verify(self) -> int:
         from headrace.kvcache.storage.disk.inspect import verify
 
-        with Progress(self._errors, "checked") as progress:
+        with Progress(self._errors) as progress:
             found = verify(self._directory, progress)
         for bad in found.bad[:_SHOWN_BAD]:
             print(f"{bad.file}, slot {bad.slot}: {bad.what}", file=self._out)
@@ -163,16 +163,14 @@ class _Command:
         chosen: list[tuple[bytes | None, bytes | None]] = [(None, None)]
         if self._salt is not None or self._model is not None:
             chosen = [(bytes.fromhex(one.model), bytes.fromhex(one.namespace)) for one in self._chosen(found)]
-        if found.pages > 100_000:
-            print(f"deleting from {found.pages} pages …", file=self._errors, flush=True)
         pages = size_bytes = 0
         messages: list[str] = []
-        with Progress(self._errors, "deleted from namespaces") as progress:
+        with Progress(self._errors) as progress:
             for done, (model, namespace) in enumerate(chosen, 1):
-                removed = remove(self._directory, model, namespace)
+                removed = remove(self._directory, model, namespace, progress)
                 pages, size_bytes = pages + removed.pages, size_bytes + removed.size_bytes
                 messages += [removed.message] if removed.message else []
-                progress(done, len(chosen))
+                progress("namespaces deleted", done, len(chosen))
         print(f"{pages} pages deleted, {size_text(size_bytes)}", file=self._out)
         return self._faults(messages)
 
@@ -181,7 +179,8 @@ class _Command:
     def _summary(self) -> Summary:
         from headrace.kvcache.storage.disk.inspect import summary
 
-        return summary(self._directory)
+        with Progress(self._errors) as progress:
+            return summary(self._directory, progress)
 
     def _chosen(self, found: Summary) -> list[SpaceSummary]:
         """The namespaces that --model and --salt name."""

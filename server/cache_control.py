@@ -79,6 +79,11 @@ class ClearRequest(PromptFields, kw_only=True):
     """Default: all for a salt; device and host for a prompt, since storage deletes whole salts only."""
 
 
+class AttachRequest(msgspec.Struct, forbid_unknown_fields=True):
+    hicache_storage_backend: str | None = None
+    """What the server was started with; it may be left out."""
+
+
 class UnpinRequest(msgspec.Struct, forbid_unknown_fields=True):
     pin_id: str
 
@@ -87,6 +92,7 @@ _lookup_decoder: Final = msgspec.json.Decoder(PromptFields)
 _warm_decoder: Final = msgspec.json.Decoder(WarmRequest)
 _pin_decoder: Final = msgspec.json.Decoder(PinRequest)
 _unpin_decoder: Final = msgspec.json.Decoder(UnpinRequest)
+_attach_decoder: Final = msgspec.json.Decoder(AttachRequest)
 _clear_decoder: Final = msgspec.json.Decoder(ClearRequest)
 
 
@@ -195,6 +201,54 @@ async def unpin(request: web.Request) -> web.Response:
     api = api_of(request)
     body = await api.body(request, _unpin_decoder)
     return json_answer({"unpinned": api.engine.control.unpin(body.pin_id)})
+
+
+async def storage_state(request: web.Request) -> web.Response:
+    """Which storage the server has, and whether it is attached and usable."""
+    return _storage_answer(api_of(request), True, "")
+
+
+async def detach_storage(request: web.Request) -> web.Response:
+    """Go on without the storage tier, under load too. What is under way is completed, for 5 s at most."""
+    api = api_of(request)
+    if api.engine.control.storage_backend is None:
+        raise _no_storage(None)
+    with _refusals():
+        completed = await api.engine.control.detach_storage()
+    killed = "Storage is detached; what was under way did not end in time, and was given up."
+    return _storage_answer(api, True, "Storage is detached." if completed else killed)
+
+
+async def attach_storage(request: web.Request) -> web.Response:
+    """Use the storage tier that the server was started with again."""
+    api = api_of(request)
+    control = api.engine.control
+    # SGLang's clients name the backend; it may be left out, with the whole body.
+    asked = await api.body(request, _attach_decoder) if request.body_exists else AttachRequest()
+    if control.storage_backend is None:
+        raise _no_storage(None)
+    if asked.hicache_storage_backend not in (None, control.storage_backend):
+        raise bad_request(
+            f"This server was started with the storage backend {control.storage_backend}; it can attach no other.",
+            "hicache_storage_backend",
+            "invalid_value",
+        )
+    with _refusals():
+        trouble = await control.attach_storage()
+    message = f"Storage can't be attached: {trouble}." if trouble else "Storage is attached."
+    return _storage_answer(api, not trouble, message)
+
+
+def _storage_answer(api: Api, success: bool, message: str) -> web.Response:
+    control = api.engine.control
+    answer = {
+        "success": success,
+        "message": message,
+        "hicache_storage_backend": control.storage_backend,
+        "attached": control.storage_attached,
+        "usable": control.storage_attached and not control.storage_trouble,
+    }
+    return json_answer(answer, status=200 if success else 503)
 
 
 async def events(request: web.Request) -> web.StreamResponse:

@@ -46,12 +46,12 @@ _COUNTERS: Final = (
     ("storage_unwritten_pages", "unstored_pages", "Pages that storage did not take."),
     ("storage_restarts", "storage_restarts", "Restarts of the storage agent."),
     ("storage_deadlines_missed", "storage_deadlines_missed", "Times that storage was too slow, or silent."),
-    ("prefetch_useful_pages", "prefetch_useful_pages", "Prefetched pages that came before their request went on."),
-    ("prefetch_late_pages", "prefetch_late_pages", "Prefetched pages that came after it."),
-    ("prefetch_wasted_pages", "prefetch_wasted_pages", "Pages read from storage and not used."),
-    ("prefetch_cancelled_pages", "prefetch_cancelled_pages", "Pages that storage had and that were not read any more."),
-    ("prefetch_declined_pages", "prefetch_declined_pages", "Pages that storage had and the host had no room for."),
-    ("prefetch_wait_milliseconds", "prefetch_waited_ms", "Time that requests waited for pages from storage."),
+    ("prefetch_useful_bytes", "prefetch_useful_bytes", "Prefetched before their request went on, and used by it."),
+    ("prefetch_late_bytes", "prefetch_late_bytes", "Prefetched, but after their request had gone on."),
+    ("prefetch_wasted_bytes", "prefetch_wasted_bytes", "Read from storage, and not used."),
+    ("prefetch_cancelled_bytes", "prefetch_cancelled_bytes", "Found in storage, and not read: nobody waited any more."),
+    ("prefetch_declined_bytes", "prefetch_declined_bytes", "Found in storage, and not read: the host had no room."),
+    ("prefill_saved_milliseconds", "saved_ms", "Estimated time that computing the reused tokens would have taken."),
     ("integrity_alarms", "integrity_alarms", "Checks of the cache that found a fault."),
     ("late_masks", "late_masks", "Rows computed once more because their grammar's mask was late."),
     ("grammar_worker_restarts", "grammar_worker_restarts", "Restarts of the grammar worker."),
@@ -81,6 +81,17 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"headrace:{name}", text, value=getattr(status, field))
         for name, field, text in _GAUGES:
             yield GaugeMetricFamily(f"headrace:{name}", text, value=getattr(status, field))
+        by_tier = {"host": status.cached_host_tokens, "storage": status.cached_storage_tokens}
+        by_tier["device"] = status.cached_tokens - sum(by_tier.values())
+        cached = CounterMetricFamily("headrace:cached_bytes", "KV that was reused, by its tier.", labels=["tier"])
+        for tier, tokens in by_tier.items():
+            cached.add_metric([tier], tokens // max(status.page_tokens, 1) * status.page_bytes)
+        yield cached
+        about = "Time that requests waited until their first token, by cause; together it is all of that time."
+        waited = CounterMetricFamily("headrace:first_token_wait_milliseconds", about, labels=["cause"])
+        for cause, waited_ms in status.waited_ms.items():
+            waited.add_metric([cause], waited_ms)
+        yield waited
         pages = max(status.pages_total, 1)
         used = status.pages_total - status.pages_free - status.pages_cached
         yield GaugeMetricFamily("headrace:kv_usage_ratio", "Share of pages that requests hold.", value=used / pages)

@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.sched.messages import PromptLogprobs, Started, WaitedFor
+from headrace.sched.messages import PromptLogprobs, Started, WaitCause, WaitedFor
 from headrace.server.detokenizer import Detokenizer
 from headrace.server.errors import ApiError, aborted, deadline_exceeded, draining, engine_error, not_begun
 from headrace.server.output_text import finite
@@ -37,19 +37,40 @@ class CachedTokensDetails(msgspec.Struct, frozen=True):
     storage_backend: str | None
 
 
-class StartLedger(msgspec.Struct, frozen=True):
-    """What the start of one prompt cost, in ms of the engine's clock: `queue_ms + prefill_ms = first_token_ms`."""
+class ByTier(msgspec.Struct, frozen=True):
+    device: int
+    host: int
+    storage: int
 
-    queue_ms: float
+
+class StartLedger(msgspec.Struct, frozen=True):
+    """What the start of one prompt cost and gained."""
+
+    pages: ByTier
+    """Cached pages of the prompt, by the tier that had them."""
+    bytes: ByTier
+    waited_ms: dict[WaitCause, float]
+    """What it waited for from submission to its first token, on the engine's clock."""
     waited_for: WaitedFor
-    """The last thing that it waited for in the queue time."""
-    storage_wait_ms: float
-    """Of the queue time: its turn had come, and it waited for pages from storage."""
-    storage_reason: str
-    prefill_ms: float
+    """The last thing that it waited for before its first step."""
     first_token_ms: float
+    """The sum of `waited_ms`."""
     saved_ms: float
-    """What computing the cached tokens would have taken, by the cost model that the server keeps of its device."""
+    """What computing the cached tokens would have taken."""
+    saved_by: str
+    """How that was estimated, by the cost model that the server keeps of its device; "" if nothing was measured."""
+    prefetch: PrefetchLedger | None
+    """None if storage was not asked."""
+
+
+class PrefetchLedger(msgspec.Struct, frozen=True):
+    """What the policy decided for one prompt."""
+
+    policy: str
+    decision: str
+    """`nothing_found`, `complete`, `gave_up` or `did_not_wait`."""
+    reason: str
+    """What it went by when it was last asked; "" if everything had come before."""
 
 
 class SglExt(msgspec.Struct, frozen=True):
@@ -199,19 +220,26 @@ def usage_of(prompt_tokens: Sequence[int], n: int, streams: Sequence[ChoiceStrea
 
 def extension_of(n: int, streams: Sequence[ChoiceStream], storage_backend: str | None) -> SglExt:
     """What a request that asked for details gets."""
-    ledger = [
-        StartLedger(
-            queue_ms=round(started.queue_ms, 3),
-            waited_for=started.waited_for,
-            storage_wait_ms=round(started.storage_wait_ms, 3),
-            storage_reason=started.storage_reason,
-            prefill_ms=round(started.prefill_ms, 3),
-            first_token_ms=round(started.queue_ms + started.prefill_ms, 3),
-            saved_ms=round(started.computed_ms_saved, 3),
-        )
-        for started in _starts(n, streams)
-    ]
+    ledger = [_ledger_of(started) for started in _starts(n, streams)]
     return SglExt(cached_details_of(n, streams, storage_backend), ledger)
+
+
+def _ledger_of(started: Started) -> StartLedger:
+    tokens = started.cached_device_tokens, started.cached_host_tokens, started.cached_storage_tokens
+    pages = [part // started.page_tokens for part in tokens]
+    # The sum is of what is shown: it is equal to the last digit.
+    waited_ms = {cause: round(part_ms, 3) for cause, part_ms in started.waited_ms.items()}
+    asked = PrefetchLedger(started.prefetch_policy, started.prefetch_decision, started.prefetch_reason)
+    return StartLedger(
+        pages=ByTier(*pages),
+        bytes=ByTier(*(part * started.page_bytes for part in pages)),
+        waited_ms=waited_ms,
+        waited_for=started.waited_for,
+        first_token_ms=round(sum(waited_ms.values()), 3),
+        saved_ms=round(started.saved_ms, 3),
+        saved_by=started.saved_by,
+        prefetch=asked if started.prefetch_policy else None,
+    )
 
 
 def cached_details_of(n: int, streams: Sequence[ChoiceStream], storage_backend: str | None) -> CachedTokensDetails:

@@ -9,12 +9,10 @@ _QUIET_S: Final = 2.0
 
 
 class Progress:
-    """Call it with what is done and how much there is; as often as is convenient."""
+    """Call it with words, what is done and how much there is ("records checked", 5, 10); as often as is convenient."""
 
-    def __init__(self, stream: TextIO, what: str) -> None:
-        """`what` stands before the numbers: "checked" 5 of 10."""
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._what = what
         self._terminal = stream.isatty()
         self._next_s = time.monotonic() + _QUIET_S
         self._shown = False
@@ -26,12 +24,14 @@ class Progress:
         if self._shown and self._terminal:
             print(file=self._stream)
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int) -> None:
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
         self._shown = True
         self._next_s = now_s + (0.2 if self._terminal else 10.0)
         start, end = ("\r", "") if self._terminal else ("", "\n")
-        text = f"{start}{self._what} {done} of {total} ({100 * done // max(total, 1)} %)"
+        # On a terminal over the line before, which may be longer: ESC [K clears what is left of it.
+        clear = "\x1b[K" if self._terminal else ""
+        text = f"{start}{what}: {done} of {total} ({100 * done // max(total, 1)} %){clear}"
         print(text, end=end, file=self._stream, flush=True)

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
@@ -161,8 +162,8 @@ def simulate_command(flags: dict[str, Any], out: TextIO | None = None, errors: T
     runs: dict[str, Figures] = {}
     for name, scenario in scenarios.items():
         workload = read_trace(Path(scenario.trace), scenario.limit, scenario.speed, scenario.block_tokens)
-        with Progress(errors, f"{name or 'simulated'}: requests ended:") as progress:
-            runs[name] = replay(scenario, workload, progress)
+        with Progress(errors) as progress:
+            runs[name] = replay(scenario, workload, partial(progress, f"{name or 'simulated'}: requests ended"))
     first = next(iter(scenarios.values()))
     Console(file=out, width=None if out.isatty() else 200).print(figures_table(_title(first), runs, first))
     if digest:

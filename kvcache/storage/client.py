@@ -7,6 +7,9 @@ owner  the cache; `serve` is a stage of the engine
 ready  host pages of a read, when its function is called with what is good
 end    a lost agent has ended (killed, reaped) before its operations are: it touches no page any more
 
+It can be detached: then nothing more is begun, the agent ends when what is under way is over, and none is started until
+it is attached again.
+
 Three things can go wrong, and each has one answer. An agent that *ends* is started again after a pause. One that is
 *silent* costs a lookup its deadline, and then the breaker is open: for a while nothing is asked, so later requests do
 not pay again. A read or write whose answer is overdue holds host pages that nobody may touch (limbo): past a bound the
@@ -52,6 +55,7 @@ log = logging.getLogger(__name__)
 MAX_UNDER_WAY: Final = 512
 """Operations; one more is not begun."""
 LONGEST_PAUSE_S: Final = 30.0
+DETACHED: Final = "detached"
 
 
 class StorageRefused(Exception):
@@ -131,11 +135,22 @@ class StorageClient:
         self._next_id = 0
         self._open = self._was_open = False
         self._shut_until_s = 0.0
+        self._attached, self._idle, self._ended, self._told = (asyncio.Event() for _ in range(4))
+        """It should be there; no operation is under way; no agent is alive; the last one has opened or is lost."""
+        self._gave_up = False
+        """Operations ended with their agent."""
+        self._attached.set()
+        self._idle.set()
+        self._ended.set()
 
     @property
     def usable(self) -> bool:
-        """Open, and the breaker is closed."""
-        return self._open and self._loop.time() >= self._shut_until_s
+        """Attached and open, and the breaker is closed."""
+        return self._open and self.attached and self._loop.time() >= self._shut_until_s
+
+    @property
+    def attached(self) -> bool:
+        return self._attached.is_set()
 
     @property
     def under_way(self) -> int:
@@ -145,15 +160,55 @@ class StorageClient:
         """One life of the agent after the other. Raises StorageRefused if the store can't be opened at the start."""
         pause_s = 0.5
         while True:
+            await self._attached.wait()
             began_s = self._loop.time()
+            self._ended.clear()
             reason = await self._live()
             self._fail_all()
+            self._ended.set()
+            if not self.attached:
+                continue
             if not self._was_open:
                 raise StorageRefused(reason)
             self.restarts += 1
             pause_s = 0.5 if self._loop.time() - began_s > LONGEST_PAUSE_S else min(2 * pause_s, LONGEST_PAUSE_S)
             log.error("%s; pages in storage can't be used for %.1f s", reason, pause_s)
             await asyncio.sleep(pause_s)
+
+    async def detach(self, limit_s: float) -> bool:
+        """Begin nothing more, and end the agent when what is under way is over, at the latest after `limit_s`; whether
+        all of it was completed. When this returns no host page is the agent's any more."""
+        self._attached.clear()
+        self.message, self._gave_up = DETACHED, False
+        self._on_change()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+                self._send(Close())
+                await self._ended.wait()
+        except TimeoutError:
+            self._lose("it was detached, and did not end in time")
+            await self._ended.wait()
+        return not self._gave_up
+
+    async def attach(self, limit_s: float) -> str:
+        """Start an agent and open the store again; "" when it is open, or why it is not: then it is detached again.
+        What was attached goes its own way."""
+        if self.attached:
+            return "" if self._open else self.message
+        self.message = "opening"
+        self._told.clear()
+        self._attached.set()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._told.wait()
+        except TimeoutError:
+            self._lose(f"the store was not open after {limit_s:g} s")
+        if self._open:
+            return ""
+        trouble, self.message = self.message, DETACHED
+        self._attached.clear()
+        return trouble
 
     # ------------------------------------------------------------------------------------------------------------
     # Operations: each calls `done` once, later
@@ -203,7 +258,7 @@ class StorageClient:
         late = f"storage has not said in {self._limits.limbo_s:g} s that the pages are deleted; they may still be"
 
         def missed() -> None:
-            if self._operations.pop(operation, None) is not None:
+            if self._over(operation) is not None:
                 done(Deleted(operation, 0, 0, late))
 
         self._begin(
@@ -224,10 +279,6 @@ class StorageClient:
         if self.usable:
             self._send(Touch(group, keys))
 
-    def close_soon(self) -> None:
-        """Ask the agent to finish what is under way and end."""
-        self._send(Close())
-
     # ------------------------------------------------------------------------------------------------------------
 
     def _begin(
@@ -244,11 +295,19 @@ class StorageClient:
             return
         deadline = self._loop.call_later(deadline_s, missed)
         self._operations[command.id] = _Operation(fail, finish, deadline)
+        self._idle.clear()
         self._send(command)
+
+    def _over(self, operation: int) -> _Operation | None:
+        """Take an operation out; None if it was over before."""
+        taken = self._operations.pop(operation, None)
+        if not self._operations:
+            self._idle.set()
+        return taken
 
     def _lookup_missed(self, operation: int, done: Callable[[int], None]) -> None:
         """A lookup holds no pages: it is over, and its late reply means nothing."""
-        if self._operations.pop(operation, None) is not None:
+        if self._over(operation) is not None:
             self._trip("storage did not answer a lookup in time")
             done(0)
 
@@ -293,11 +352,12 @@ class StorageClient:
         match reply:
             case Opened():
                 self._open = self._was_open = True
-                self.message = ""
+                self.message = "" if self.attached else DETACHED
+                self._told.set()
                 log.info("storage holds %d pages, opened in %.0f ms", reply.stats.pages, reply.open_ms)
                 self._on_change()
             case Found() | ReadDone() | Written() | Deleted():
-                if (operation := self._operations.pop(reply.id, None)) is not None:
+                if (operation := self._over(reply.id)) is not None:
                     operation.deadline.cancel()
                     operation.finish(reply)
             case Refused():
@@ -313,13 +373,16 @@ class StorageClient:
 
     def _lose(self, reason: str) -> None:
         self._open = False
-        self.message = reason
+        self.message = reason if self.attached else DETACHED
+        self._told.set()
         if not self._lost.done():
             self._lost.set_result(reason)
 
     def _fail_all(self) -> None:
         """The agent has ended: whatever it had is ours again."""
         operations, self._operations = self._operations, {}
+        self._gave_up |= bool(operations)
+        self._idle.set()
         for operation in operations.values():
             operation.deadline.cancel()
             operation.fail()

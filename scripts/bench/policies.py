@@ -55,7 +55,7 @@ async def converse(world: World, client: int, turns: int, seed: int, first_ms: l
         watched = world.submit(said, OUTPUT_TOKENS)
         await watched.ended.wait()
         assert watched.started is not None
-        first_ms.append(watched.started.queue_ms + watched.started.prefill_ms)
+        first_ms.append(watched.started.first_token_ms)
         said += watched.ids
         await asyncio.sleep(rng.expovariate(1 / 2.0))
 

@@ -158,12 +158,12 @@ async def real_time(workload: Workload) -> dict[str, float]:
         await ask(session, url, [1, 2, 3], 2, time.perf_counter())
         prompts = [workload.prompt_ids(request, VOCAB).tolist() for request in workload.requests]
         began_s, tasks = time.perf_counter(), []
-        with Progress(sys.stderr, "requests sent in real time:") as progress:
+        with Progress(sys.stderr) as progress:
             for request, prompt in zip(workload.requests, prompts):
                 due_s = began_s + request.arrival_ns / 1e9
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
                 tasks.append(asyncio.create_task(ask(session, url, prompt, request.output_tokens, due_s)))
-                progress(len(tasks), len(prompts))
+                progress("requests sent in real time", len(tasks), len(prompts))
             timed = await asyncio.gather(*tasks)
     ends_s = [request.arrival_ns / 1e9 + one.end_s for request, one in zip(workload.requests, timed)]
     first_ms = [one.first_s * 1e3 for one in timed]

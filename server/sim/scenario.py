@@ -17,7 +17,8 @@ from headrace.kvcache.storage.client import StorageLimits
 from headrace.kvcache.storage.protocol import OpenStore, pages_per_message
 from headrace.ops.wire import GroupShape, RingGeometry, Start
 from headrace.sched.batch import max_batch_bytes
-from headrace.sched.options import MAX_COPY_BYTES, EngineOptions
+from headrace.sched.budget import MAX_COPY_BYTES
+from headrace.sched.options import EngineOptions
 from headrace.server.config import RULES, BadSetting, PrefetchPolicy, Rule, SchedulePolicy, WritePolicy, flag_of
 from headrace.server.sim.cost_device import CopyCosts
 from headrace.server.sim.cost_store import StoreTimes

@@ -29,6 +29,13 @@ class StorageTimes(msgspec.Struct, frozen=True):
     lanes: int = 4
 
 
+class LastingStore(MemoryStore):
+    """It outlives the agents that open it, as a disk does."""
+
+    def close(self) -> None:
+        return
+
+
 class StoreFaults(msgspec.Struct, frozen=True):
     """How often a call of the store goes wrong, 0..1 each."""
 
@@ -42,7 +49,7 @@ class StoreFaults(msgspec.Struct, frozen=True):
     """A call takes a thousand times its time."""
 
 
-class FaultyStore(MemoryStore):
+class FaultyStore(LastingStore):
     """The memory store on bad memory: it keeps a checksum with each page, as the disk store does."""
 
     def __init__(self, capacity_bytes: int, rng: random.Random, faults: StoreFaults) -> None:
@@ -135,6 +142,8 @@ class SimAgent:
         def handle(message: bytes) -> None:
             service.handle(command_decoder.decode(message))
             lanes.deliver()
+            if service.finished:
+                link.far.close()
 
         self._server.serve(handle)
 

@@ -172,6 +172,8 @@ class World:
         """When the engine last told anything."""
         self.connection: _SimConnection | None = None
         self.deltas: list[StepDeltas] = []
+        self.submitted_s: dict[int, float] = {}
+        self.first_ids_s: dict[int, float] = {}
         self.deepest = 0
         """Steps launched and not collected, at most."""
         self._check_every_step = check_every_step
@@ -270,6 +272,7 @@ class World:
         self.engine.submit(submit)
         watched = Watched(submit, VOCAB, running_loop().time())
         self.unfinished[submit.request] = self.requests[submit.request] = watched
+        self.submitted_s[submit.request] = running_loop().time()
         self.trace.record("submit", submit.request, len(submit.prompt_ids), submit.sampling.max_tokens)
         return watched
 
@@ -411,6 +414,7 @@ class World:
             watched = self.requests[started.request]
             assert watched.started is None and not watched.ids
             watched.started = started
+            self.first_ids_s[started.request] = running_loop().time()
         for part in deltas.prompt_logprobs:
             watched = self.requests[part.request]
             watched.prompt_logprobs.append(part)

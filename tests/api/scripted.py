@@ -25,6 +25,7 @@ from headrace.sched.cache_control import CacheControl
 from headrace.sched.device import EngineFailed
 from headrace.sched.grammar import Grammar
 from headrace.sched.messages import (
+    WAIT_CAUSES,
     EngineStatus,
     Finished,
     FinishReason,
@@ -34,6 +35,7 @@ from headrace.sched.messages import (
     Started,
     StepDeltas,
     Submit,
+    WaitCause,
 )
 from headrace.server.api import Api, ApiSettings
 from headrace.server.chat import ChatTemplate, TextModel
@@ -183,6 +185,7 @@ class ScriptedEngine:
             "pages_free": 64,
             "last_step_age_ms": self.last_step_age_ms,
             "steps": self.steps,
+            "waited_ms": dict.fromkeys(WAIT_CAUSES, 0.0),
         }
         return EngineStatus(**fields)
 
@@ -224,7 +227,7 @@ class ScriptedEngine:
         for request, run in list(self.running.items()):
             if run.given == 0:
                 cached = min(self.cached_tokens, len(run.submit.prompt_ids) - 1)
-                started.append(Started(request, cached, cached, 0, 0, 0.0, "", 0.0, 1.0, 2.0))
+                started.append(start_of(request, cached, {"slot": 1.0, "prefill": 2.0}))
                 if run.submit.sampling.prompt_logprobs >= 0 and len(run.submit.prompt_ids) > 1:
                     prompts.append(prompt_logprobs_of(run.submit))
             for _ in range(ids_each):
@@ -287,6 +290,12 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 (anything may make it hold)
             await asyncio.sleep(0)
+
+
+def start_of(request: int, cached: int, waited_ms: dict[WaitCause, float]) -> Started:
+    """A start whose cached tokens were all on the device."""
+    parts = dict.fromkeys(WAIT_CAUSES, 0.0) | waited_ms
+    return Started(request, cached, cached, 0, 0, 1, 1000, parts, 12.5, "guessed")
 
 
 def logprob_of(ids: Any) -> Any:

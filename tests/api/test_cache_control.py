@@ -67,6 +67,8 @@ class _LocalAgent:
         if not self.closed:
             self._service.handle(command_decoder.decode(message))
             self._lanes.deliver()
+            if self._service.finished:
+                self._loop.call_soon(self.lose, "the storage agent ended")
 
     def _reply(self, reply: Reply) -> None:
         self._loop.call_soon(self._deliver, encoder.encode(reply))
@@ -384,6 +386,37 @@ async def test_while_the_agent_is_away_a_warm_up_and_a_deletion_say_so() -> None
     (warmed, refusal), (flushed, answer) = statuses
     assert warmed == 503 and "the storage agent ended" in refusal["error"]["message"]
     assert flushed == 503 and not answer["success"] and answer["tiers"]["device"]["dropped_pages"] > 0
+
+
+async def test_b19_storage_is_switched_off_and_on_over_http() -> None:
+    path = "/hicache/storage-backend"
+    there = {"hicache_storage_backend": "memory", "attached": True, "usable": True}
+    gone = {**there, "attached": False, "usable": False}
+    async with serving() as server:
+        assert there.items() <= (await server.good("GET", path)).items()
+        for _ in range(2):
+            answer = await server.good("DELETE", path)
+            assert gone.items() <= answer.items() and answer["message"] == "Storage is detached."
+        await server.run()
+        assert await server.lookup() == (WHOLE, WHOLE, 0)
+        status, refusal = await server.ask("POST", "/cache/warm", {"prompt": TEXT})
+        assert status == 503 and "detached" in refusal["error"]["message"]
+        status, refusal = await server.ask("PUT", path, {"hicache_storage_backend": "mooncake"})
+        assert status == 400 and "storage backend memory" in refusal["error"]["message"]
+        for body in (None, {"hicache_storage_backend": "memory"}):
+            assert there.items() <= (await server.good("PUT", path, body)).items()
+        text = "said after storage was attached again"
+        await server.run(text)
+        assert (await server.lookup(text))[2] == len(text) // PAGE_TOKENS * PAGE_TOKENS
+
+
+async def test_b19_without_a_storage_tier_there_is_nothing_to_switch() -> None:
+    async with serving(msgspec.structs.replace(options(), storage=None)) as server:
+        for method in ("PUT", "DELETE"):
+            status, answer = await server.ask(method, "/hicache/storage-backend")
+            assert status == 400 and "--disk-cache-dir" in answer["error"]["message"]
+        state = await server.good("GET", "/hicache/storage-backend")
+    assert (state["hicache_storage_backend"], state["attached"]) == (None, False)
 
 
 async def test_each_api_key_sees_its_own_cache_and_the_admin_names_a_tenants() -> None:

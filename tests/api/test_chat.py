@@ -336,6 +336,11 @@ async def test_cached_tokens_are_told_by_tier_when_asked_for() -> None:
     expected = {"device": 3, "host": 0, "storage": 0, "storage_backend": None}
     assert whole["sglext"]["cached_tokens_details"] == expected
     assert events[-2]["sglext"]["cached_tokens_details"] == expected and events[-1] == "[DONE]"
+    ledger = whole["sglext"]["headrace"][0]
+    assert ledger["pages"] == {"device": 3, "host": 0, "storage": 0}
+    assert ledger["bytes"] == {"device": 3000, "host": 0, "storage": 0}
+    assert sum(ledger["waited_ms"].values()) == ledger["first_token_ms"] == 3.0
+    assert (ledger["saved_ms"], ledger["saved_by"], ledger["prefetch"]) == (12.5, "guessed", None)
 
 
 async def test_a_model_without_a_template_says_what_to_do() -> None:

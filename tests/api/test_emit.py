@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from api.scripted import TOKENIZER, ScriptedEngine, ids_of, until
+from api.scripted import TOKENIZER, ScriptedEngine, ids_of, start_of, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.sched.messages import Finished, Started, StepDeltas
+from headrace.sched.messages import Finished, StepDeltas
 from headrace.server.emit import CHOICES_PER_SLICE, MAX_BACKLOG_STEPS, Emitter
 from headrace.server.metrics import Metrics
 from headrace.server.output_text import OutputOptions
@@ -209,7 +209,7 @@ async def test_latencies_are_measured_from_arrival_and_between_tokens() -> None:
 
 async def test_what_a_start_cost_reaches_the_stream() -> None:
     stage = Stage()
-    started = Started(0, 5, 4, 1, 0, 0.0, "", 0.0, 250.0, 3.0)
+    started = start_of(0, 5, {"turn": 200.0, "storage": 50.0, "prefill": 3.0})
     none = np.zeros(0, np.int32)
     stage.emitter.sink(
         StepDeltas(1, none.astype(np.int64), np.zeros(1, np.int32), none, None, None, None, [started], [], [])

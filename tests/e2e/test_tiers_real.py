@@ -107,6 +107,7 @@ async def all_come_from(
         assert ids == case.ids
         tiers = dict(zip(("device", "host", "storage"), by_tier(started)))
         assert tiers.pop(tier) == case.cached(page_tokens) and not any(tiers.values()), (tier, by_tier(started))
+        assert (started.waited_ms["load"] > 0) == (tier != "device"), "what the worker took for its copies"
     assert sum(case.cached(page_tokens) for case in cases) > 0
 
 

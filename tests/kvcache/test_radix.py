@@ -74,15 +74,26 @@ def test_namespaces_do_not_see_each_other() -> None:
     assert index.peek(b"m" * 16, raw(1, 2)) == (0, 0)
 
 
-def test_a_second_writer_keeps_its_duplicates_and_holds_none_of_the_first_ones() -> None:
+def test_a_second_writer_is_shown_the_first_ones_pages_and_holds_those() -> None:
     index = RadixIndex(PAGE, 1)
     first, second = index.acquire(ROOT, raw(1, 2)).lease, index.acquire(ROOT, raw(1, 2)).lease
-    assert index.extend(first, raw(1, 2, 3, 4), numbers(0, 2), 5).all()
-    assert not index.extend(second, raw(1, 2, 3, 4, 5, 6), numbers(20, 3), 6).any()
-    assert second.num_pages == 0
+    assert index.extend(first, raw(1, 2, 3, 4), numbers(0, 2), 5)[0].all()
+    taken, indexed = index.extend(second, raw(1, 2, 3, 4, 5, 6), numbers(20, 3), 6)
+    assert taken.tolist() == [False, False, True] and indexed.tolist() == [[0, 1, 22]]
+    assert second.num_pages == 3
     index.release(first, 5)
-    assert index.evictable_device_pages == 2, "the second reads its own"
-    assert index.extend(second, raw(7, 8), numbers(30, 1), 7).all()
+    assert index.evictable_device_pages == 0, "the second reads them too"
+    index.check([second])
+
+
+def test_a_second_writer_that_goes_another_way_shares_only_what_is_equal() -> None:
+    index = RadixIndex(PAGE, 1)
+    first, second = index.acquire(ROOT, raw(1, 2)).lease, index.acquire(ROOT, raw(1, 2)).lease
+    index.extend(first, raw(1, 2, 3, 4, 5, 6), numbers(0, 3), 5)
+    taken, indexed = index.extend(second, raw(1, 2, 7, 8), numbers(20, 2), 6)
+    assert taken.tolist() == [False, True] and indexed.tolist() == [[0, 21]]
+    index.release(first, 5)
+    assert index.evictable_device_pages == 2
     index.check([second])
 
 
@@ -232,7 +243,7 @@ def test_a_request_that_computed_what_only_the_host_has_gives_it_to_the_device()
     index = RadixIndex(PAGE, 1)
     lease = index.acquire(ROOT, b"").lease
     index.insert_host(ROOT, raw(1, 2, 3, 4), 0, numbers(100, 2))
-    assert index.extend(lease, raw(1, 2, 3, 4, 5, 6), numbers(0, 3), 1).all()
+    assert index.extend(lease, raw(1, 2, 3, 4, 5, 6), numbers(0, 3), 1)[0].all()
     index.check([lease])
 
 
@@ -310,7 +321,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert host.tolist() == [[self.host[prefix] for prefix in prefixes[on_device:known]]] * 2
         pages = self.fresh(len(tokens) - on_device)
         self.index.load(lease, pages[:, : known - on_device], 0)
-        taken = self.index.extend(lease, text[known * PAGE * 4 :], pages[:, known - on_device :], 0)
+        taken, _ = self.index.extend(lease, text[known * PAGE * 4 :], pages[:, known - on_device :], 0)
         assert taken.all()
         for prefix, page in zip(prefixes[on_device:], pages[0].tolist()):
             self.device[prefix] = page
@@ -393,3 +404,43 @@ def test_the_common_prefix_inside_a_node_is_counted_in_whole_pages(tokens: list[
     if at < len(other):
         other[at] = 7
     assert index.peek(ROOT, raw(*other))[1] == min(at // PAGE, pages)
+
+
+def on_host(index: RadixIndex, tokens: bytes, first: int) -> None:
+    """Host pages numbered from `first` on for all of these tokens."""
+    count = len(tokens) // (PAGE * 4)
+    assert index.insert_host(ROOT, tokens, 0, numbers(first, count)).all()
+
+
+def test_what_somebody_keeps_is_evicted_last_and_yet_holds_nobody_up() -> None:
+    index = RadixIndex(PAGE, 1)
+    on_host(index, raw(1, 1, 2, 2), 10)
+    kept = index.keep(ROOT, raw(1, 1, 2, 2), 0)
+    on_host(index, raw(5, 5), 20)
+    on_host(index, raw(6, 6), 21)
+    assert (kept.num_pages, index.evictable_host_pages) == (2, 4)
+    assert host(index.evict_host(2)) == [20, 21]
+    assert host(index.evict_host(2)) == [10, 11]
+    index.unkeep(kept)
+    index.check([])
+
+
+def test_what_is_not_kept_any_longer_goes_in_the_order_of_its_use() -> None:
+    index = RadixIndex(PAGE, 1)
+    on_host(index, raw(1, 1), 10)
+    kept = index.keep(ROOT, raw(1, 1), 0)
+    on_host(index, raw(5, 5), 20)
+    index.unkeep(kept)
+    assert host(index.evict_host(1)) == [10]
+
+
+def test_who_keeps_a_prefix_lets_go_of_what_is_left_after_its_end_was_evicted() -> None:
+    index = RadixIndex(PAGE, 1)
+    on_host(index, raw(1, 1, 2, 2, 3, 3), 10)
+    kept, other = index.keep(ROOT, raw(1, 1, 2, 2, 3, 3), 0), index.keep(ROOT, raw(1, 1), 0)
+    assert host(index.evict_host(2)) == [11, 12]
+    index.unkeep(kept)
+    assert [node.kept for node in index.nodes() if node.length] == [1]
+    index.unkeep(other)
+    assert [node.kept for node in index.nodes()] == [0, 0]
+    index.check([])

@@ -15,7 +15,7 @@ from ops.slot_inits import SlotInit
 from ops.stream_server import Outcome, StreamServer
 from torch import Tensor
 
-from headrace.ops.step import Sampled, StepRunner
+from headrace.ops.step import BackedUp, Sampled, StepRunner
 from headrace.ops.streams import CpuStream, Event, Operation, Region, Streams, cpu_streams
 from headrace.ops.wire import Backup
 
@@ -149,7 +149,7 @@ def test_a_step_that_is_answered_before_it_has_sampled_is_found(
 
     def early(runner: StepRunner, *arguments: object) -> Sampled:
         sampled = sample(runner, *arguments)  # type: ignore[arg-type]
-        return Sampled(sampled.step, sampled.spans[0][0], ())
+        return Sampled(sampled.step, sampled.spans[0][0], (), sampled.load)
 
     monkeypatch.setattr(StepRunner, "sample", early)
     conflicts, wrong = found(small_model, in_order)
@@ -167,10 +167,9 @@ def test_b22_a_backup_that_is_answered_before_it_has_copied_is_found(
 ) -> None:
     back_up = StepRunner.back_up
 
-    def early(runner: StepRunner, command: Backup) -> Event:
+    def early(runner: StepRunner, command: Backup) -> BackedUp:
         event = runner._streams.backup.record()
-        back_up(runner, command)
-        return event
+        return back_up(runner, command)._replace(done=event)
 
     monkeypatch.setattr(StepRunner, "back_up", early)
     conflicts, wrong = found(small_model, in_order)

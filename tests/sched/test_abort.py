@@ -157,7 +157,7 @@ def test_b35_pages_that_are_being_copied_stay_until_the_copy_is_acknowledged() -
         other = world.submit([800, 801], 50)
         await world.until(lambda: bool(other.ids))
         watched = world.submit(PROMPT, 8)
-        await world.until(lambda: bool(world.engine._copies) and bool(watched.ids))
+        await world.until(lambda: bool(world.engine._copying.under_way) and bool(watched.ids))
         world.engine.abort(watched.submit.request)
         world.engine.flush_cache()
         held = world.engine._scheduler.cache.stats().indexed

@@ -6,68 +6,71 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import pytest
+from sim.tiered_world import DISK, HOST, PAGES, PROMPT, ask, cached, play, settled
 
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.prefetch import PrefetchOptions
-from headrace.server.sim.judge import Watched
+from headrace.sched.messages import SamplingParams, Submit
 from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.virtual_loop import run
 from headrace.server.sim.world import World, WorldShape
 
-PROMPT = list(range(100, 137))
-PAGES = 9
-"""Whole pages of it that can be matched."""
-HOST = WorldShape(pages=24, host_pages=64, context_tokens=64)
-DISK = msgspec.structs.replace(
-    HOST, storage_pages=400, prefetch=PrefetchOptions("wait_complete", threshold_tokens=4), token_us=200.0
-)
 Policy = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
-
-
-def play(shape: WorldShape, scenario: Callable[[World], Coroutine[Any, Any, None]], seed: int = 0) -> World:
-    async def main() -> World:
-        async with World(seed, shape) as world:
-            await asyncio.sleep(0.5)
-            await scenario(world)
-            await world.finish()
-            return world
-
-    return run(main())
 
 
 def with_policy(shape: WorldShape, policy: Policy, **options: Any) -> WorldShape:
     return msgspec.structs.replace(shape, prefetch=PrefetchOptions(policy, threshold_tokens=4, **options))
 
 
-async def ask(world: World, prompt: list[int] = PROMPT, outputs: int = 3) -> Watched:
-    watched = world.submit(prompt, outputs)
-    await watched.ended.wait()
-    return watched
-
-
-async def settled(world: World) -> None:
-    """Everything that is on its way down has arrived."""
-    await asyncio.sleep(2.0)
-    assert not world.engine.writing
-
-
-def cached(watched: Watched) -> tuple[int, int, int]:
-    """Tokens from the device, the host, storage."""
-    started = watched.started
-    assert started is not None
-    return started.cached_device_tokens, started.cached_host_tokens, started.cached_storage_tokens
-
-
 async def push_out(world: World) -> None:
     """Use the device for so much else that nothing of before is left on it."""
     for i in range(3):
         await ask(world, [i * 7 + 1] * 60, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Pages computed twice
+
+
+def test_what_follows_a_page_computed_twice_can_be_reused() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world, PROMPT[:36], 1)
+        # All whole pages of a prompt but the last: whose last token's logits are wanted.
+        second = await ask(world, PROMPT[:36], 13)
+        assert second.started is not None and second.started.cached_tokens == 32
+        third = await ask(world, [*PROMPT[:36], *second.ids], 2)
+        assert third.started is not None and third.started.cached_tokens == 48
+
+    play(HOST, scenario)
+
+
+@pytest.mark.parametrize("host_pages", [0, 64])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_answer_that_fills_the_pool_can_be_asked_for_again(host_pages: int, overlap: bool) -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(3):
+            watched = await ask(world, PROMPT[:20], 44)
+            assert watched.finished is not None and watched.finished.reason == "length"
+
+    play(msgspec.structs.replace(HOST, pages=16, host_pages=host_pages, overlap=overlap), scenario)
+
+
+def test_two_that_compute_the_same_hold_it_once() -> None:
+    async def scenario(world: World) -> None:
+        # Prompt logprobs are wanted: both compute all of it.
+        twins = [world.submit(PROMPT, 12, prompt_logprobs=0) for _ in range(2)]
+        await world.until(lambda: all(len(twin.ids) >= 8 for twin in twins))
+        status = world.engine.status()
+        held = status.pages_total - status.pages_free - status.pages_cached
+        assert held <= (37 + 12) // 4 + 2 * 2, "but for the last pages, which are not full"
+        await asyncio.gather(*(twin.ended.wait() for twin in twins))
+
+    play(msgspec.structs.replace(HOST, pages=40), scenario)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ def test_adaptive_waits_where_that_is_quicker_than_computing_and_only_there() ->
             world.engine.flush_cache()
             watched = await ask(world)
         assert watched.started is not None
-        seen.append((cached(watched)[2], watched.started.queue_ms + watched.started.prefill_ms))
+        seen.append((cached(watched)[2], watched.started.first_token_ms))
 
     seen: list[tuple[int, float]] = []
     play(with_policy(DISK, "adaptive"), scenario)
@@ -269,6 +272,66 @@ def test_adaptive_waits_where_that_is_quicker_than_computing_and_only_there() ->
     (quick_tokens, quick_ms), (slow_tokens, slow_ms) = seen
     assert quick_tokens == PAGES * 4 and quick_ms < cold_ms
     assert slow_tokens == 0 and slow_ms < 2.5 * cold_ms
+
+
+def test_what_was_prefetched_for_a_waiting_request_stays_until_its_turn() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        before = world.engine.status().copied_pages
+        others = [world.submit([i * 7 + 1] * 29, 8) for i in range(6)]
+        sampling = SamplingParams(max_tokens=3)
+        last = world.submit_message(Submit(len(world.requests) + 1, np.array(PROMPT, np.int32), sampling, priority=-1))
+        await asyncio.gather(*(other.ended.wait() for other in others))
+        assert world.engine.status().copied_pages - before > 24, "the host has been filled with others meanwhile"
+        await last.ended.wait()
+        assert cached(last) == (0, 0, PAGES * 4)
+
+    play(msgspec.structs.replace(DISK, slots=1, host_pages=24), scenario)
+
+
+def test_b03_host_pages_that_are_on_their_way_back_are_waited_for() -> None:
+    # One write at a time, so that the host's pages come back one prompt after the other.
+    slow = StorageTimes(50, 4000, 1)
+
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        for i in range(2):
+            await ask(world, [i + 1] * 33, 1)
+        world.engine.flush_cache()
+        status = world.engine.status()
+        assert status.host_pages_cached == 0 and status.host_pages_free < 4, "storage still reads most of them"
+        watched = await ask(world)
+        assert cached(watched) == (0, 0, PAGES * 4)
+        assert world.engine.status().prefetch_declined_bytes == 0
+
+    prefetch = PrefetchOptions("wait_complete", threshold_tokens=34, piece_bytes=128)
+    play(msgspec.structs.replace(DISK, host_pages=18, prefetch=prefetch, storage=slow), scenario)
+
+
+def test_b03_a_host_that_stays_short_of_room_declines_and_the_request_computes() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        # All of the host is leased by a request that runs on.
+        other = world.submit([5] * 37, 27)
+        await world.until(lambda: world.engine.status().host_pages_free == 0)
+        watched = world.submit(PROMPT, 3)
+        await watched.ended.wait()
+        assert not other.ended.is_set() and cached(watched)[2] < PAGES * 4
+        status, started = world.engine.status(), watched.started
+        assert started is not None and started.prefetch_decision == "no_room"
+        assert 4.5 <= started.waited_ms["storage"] < 8
+        lost = (PAGES * 4 - cached(watched)[2]) // 4
+        assert status.prefetch_declined_bytes == lost * status.page_bytes
+        await other.ended.wait()
+
+    prefetch = PrefetchOptions("wait_complete", threshold_tokens=34, room_timeout_ms=5.0)
+    play(msgspec.structs.replace(DISK, pages=40, host_pages=9, prefetch=prefetch), scenario)
 
 
 def test_b04_a_prefetch_takes_effect_wherever_its_request_stands_in_the_queue() -> None:
@@ -289,7 +352,7 @@ def test_b06_a_storage_miss_delays_a_request_by_one_lookup() -> None:
     async def scenario(world: World) -> None:
         watched = await ask(world)
         assert watched.started is not None and watched.started.queue_ms < 2
-        assert watched.started.storage_wait_ms <= watched.started.queue_ms
+        assert watched.started.waited_ms["storage"] <= watched.started.queue_ms
 
     play(DISK, scenario)
 
@@ -428,8 +491,44 @@ def test_the_parts_of_a_start_add_up() -> None:
         started = watched.started
         assert started is not None
         assert started.cached_tokens == sum(cached(watched))
-        assert 0 < started.storage_wait_ms <= started.queue_ms
-        assert started.storage_reason and started.computed_ms_saved == pytest.approx(36 * 0.2, rel=0.5)
+        assert started.first_token_ms == pytest.approx((world.first_ids_s[2] - world.submitted_s[2]) * 1e3)
+        assert started.waited_ms["storage"] > 0 and started.waited_ms["prefill"] > 0
+        assert started.saved_ms == pytest.approx(36 * 0.2, rel=0.5) and "tokens x 0.2000 ms" in started.saved_by
+        told = started.prefetch_policy, started.prefetch_decision, started.prefetch_reason
+        assert told == ("wait_complete", "complete", "everything that was found is awaited")
+        waits = [other.started.waited_ms["storage"] for other in world.requests.values() if other.started is not None]
+        assert world.engine.status().waited_ms["storage"] == pytest.approx(sum(waits))
+
+    play(DISK, scenario)
+
+
+def test_time_in_which_another_computes_the_same_prefix_is_told() -> None:
+    async def scenario(world: World) -> None:
+        first, second = world.submit(PROMPT, 3), world.submit(PROMPT, 3)
+        await asyncio.gather(first.ended.wait(), second.ended.wait())
+        assert first.started is not None and second.started is not None
+        assert first.started.waited_ms["prefix"] == 0
+        assert second.started.waited_ms["prefix"] > 0 and second.started.waited_ms["storage"] == 0
+
+    play(msgspec.structs.replace(HOST, prefill_tokens=5), scenario)
+
+
+def test_prefetched_bytes_are_told_by_what_came_of_them() -> None:
+    async def scenario(world: World) -> None:
+        page_bytes = world.engine.status().page_bytes
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        await ask(world)
+        assert world.engine.status().prefetch_useful_bytes == PAGES * page_bytes
+        world.engine.flush_cache()
+        gone = world.submit(PROMPT, 3)
+        await asyncio.sleep(0.0004)
+        world.engine.abort(gone.submit.request)
+        await asyncio.sleep(1.0)
+        status = world.engine.status()
+        lost = status.prefetch_late_bytes + status.prefetch_wasted_bytes + status.prefetch_cancelled_bytes
+        assert status.prefetch_useful_bytes == PAGES * page_bytes and lost == PAGES * page_bytes
 
     play(DISK, scenario)
 
@@ -445,7 +544,7 @@ def mean_start_ms(policy: Policy | None, storage: StorageTimes) -> float:
             world.engine.flush_cache()
             watched = await ask(world)
             assert watched.started is not None
-            starts.append(watched.started.queue_ms + watched.started.prefill_ms)
+            starts.append(watched.started.first_token_ms)
             await asyncio.sleep(0.5)
 
     shape = msgspec.structs.replace(with_policy(DISK, policy or "adaptive"), storage=storage)

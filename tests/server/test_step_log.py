@@ -21,6 +21,7 @@ def launched(rows: int) -> LaunchedStep:
         slots=none,
         generations=none,
         wants=[],
+        loading=[],
         decode_rows=rows,
         kv_tokens=rows * 100,
         prefill_tokens=7,

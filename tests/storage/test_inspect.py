@@ -70,10 +70,11 @@ def test_a_summary_of_an_owned_directory_names_its_owner_and_disturbs_nothing(tm
 
 def test_verify_reads_every_page_and_tells_how_far_it_is(tmp_path: Path) -> None:
     filled_directory(tmp_path)
-    steps: list[tuple[int, int]] = []
-    seen = verify(str(tmp_path), lambda done, total: steps.append((done, total)))
+    steps: list[tuple[str, int, int]] = []
+    seen = verify(str(tmp_path), lambda *step: steps.append(step))
     assert (seen.pages, seen.good, seen.bad, seen.changed) == (14, 14, [], 0)
-    assert steps == [(done, 14) for done in range(1, 15)]
+    assert steps[0][0] == "bytes of the index read" and steps[0][1] == steps[0][2]
+    assert steps[1:] == [("pages checked", done, 14) for done in range(1, 15)]
 
 
 def test_verify_names_each_bad_page_and_changes_nothing(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,6 +33,10 @@ from headrace.kvcache.storage.disk.spaces import Spaces
 from headrace.kvcache.storage.disk.store import DiskSettings
 from headrace.kvcache.storage.disk.table import LIVE, PageTable
 from headrace.kvcache.storage.page_store import Removed, StoreRefused
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""(what is done, how many of them, of so many)"""
+_INDEX_READ: Final = "bytes of the index read"
 
 
 class SpaceSummary(msgspec.Struct, frozen=True):
@@ -85,7 +91,7 @@ class Verified(msgspec.Struct, frozen=True):
 class _Contents:
     """An index made from a directory, for looking only."""
 
-    def __init__(self, path: str, files: Files) -> None:
+    def __init__(self, path: str, files: Files, progress: Progress | None) -> None:
         self.path = path
         self.files = files
         self.faults: list[str] = []
@@ -96,12 +102,12 @@ class _Contents:
         self.numbered = Segments(slots)
         self.numbered.add_all(self.segments)
         self.spaces = Spaces()
-        self.indexed = self._read_index()
+        self.indexed = self._read_index(None if progress is None else partial(progress, _INDEX_READ))
 
     def live(self) -> I64:
         return np.flatnonzero(self.table.states == LIVE)
 
-    def _read_index(self) -> bool:
+    def _read_index(self, progress: Callable[[int, int], None] | None) -> bool:
         """Whether format and journal could be read."""
         try:
             form = read_format(self.files, self.path)
@@ -110,7 +116,7 @@ class _Contents:
                 return False
             self.format = form.format
             replay = Replay(self.table, self.numbered, self.spaces)
-            replay.take(read_journal(self.files, form.store))
+            replay.take(read_journal(self.files, form.store, progress=progress))
             replay.finish()
         except FileNotFoundError:
             self.faults.append("the journal is missing: no page can be found")
@@ -120,9 +126,9 @@ class _Contents:
         return True
 
 
-def summary(directory: str) -> Summary:
+def summary(directory: str, progress: Progress | None = None) -> Summary:
     """What is in a directory. Raises StoreRefused where there is no directory that can be looked into."""
-    with _contents(directory) as contents:
+    with _contents(directory, progress) as contents:
         names = contents.files.names()
         ours = [name for name in names if is_ours(name) or is_unfinished(name) or parse_name(name) is not None]
         live = contents.live()
@@ -140,12 +146,12 @@ def summary(directory: str) -> Summary:
         )
 
 
-def verify(directory: str, progress: Callable[[int, int], None] | None = None) -> Verified:
-    """Read every page and check it against its own header and the index. `progress(pages done, of so many)`.
+def verify(directory: str, progress: Progress | None = None) -> Verified:
+    """Read every page and check it against its own header and the index.
 
     Without an index every slot is looked at, and those with a header that is in order count as pages.
     """
-    with _contents(directory) as contents:
+    with _contents(directory, progress) as contents:
         slots = contents.live() if contents.indexed else np.arange(len(contents.table.states))
         good, seen = 0, 0
         bad: list[BadPage] = []
@@ -161,21 +167,23 @@ def verify(directory: str, progress: Callable[[int, int], None] | None = None) -
                     segment = contents.numbered.of(slot)
                     bad.append(BadPage(segment.name, slot - segment.base, what))
             if progress is not None:
-                progress(done + 1, len(slots))
+                progress("pages checked", done + 1, len(slots))
         return Verified(seen, good, changed, bad, contents.faults)
 
 
-def remove(directory: str, model: bytes | None = None, namespace: bytes | None = None) -> Removed:
+def remove(
+    directory: str, model: bytes | None = None, namespace: bytes | None = None, progress: Progress | None = None
+) -> Removed:
     """Delete the pages of a model, or of all; of one namespace, or of all. Nothing but pages is touched.
 
     Raises StoreRefused, as DirectoryOwned where a server has the directory.
     """
-    with _contents(directory) as contents:
+    with _contents(directory, progress) as contents:
         if not contents.indexed:
             raise StoreRefused(f"{directory} holds no page cache that can be changed: {'; '.join(contents.faults)}")
     store = open_disk_store(DiskSettings(directory, None, 1, (), bytes(16)))
     try:
-        return store.delete_of(model, namespace)
+        return store.delete_of(model, namespace, None if progress is None else partial(progress, "slots looked at"))
     finally:
         store.close()
 
@@ -184,7 +192,7 @@ _CHANGED = "changed"
 
 
 @contextmanager
-def _contents(directory: str) -> Iterator[_Contents]:
+def _contents(directory: str, progress: Progress | None) -> Iterator[_Contents]:
     try:
         fd = open_directory(directory)
     except OSError as error:
@@ -192,7 +200,7 @@ def _contents(directory: str) -> Iterator[_Contents]:
     segments: list[Segment] = []
     files = Files(fd)
     try:
-        contents = _Contents(directory, files)
+        contents = _Contents(directory, files, progress)
         segments = contents.segments
         yield contents
     except OSError as error:

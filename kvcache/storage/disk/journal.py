@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from headrace.kvcache.storage.disk.entries import ENTRY_BYTES, Entries, entry_bytes, new_entries, seal, sound
@@ -150,8 +150,13 @@ class Journal:
         file.entries += len(entries)
 
 
-def read_journal(files: Files, store_id: int, name: str = NAME) -> Iterator[Entries]:
-    """All sound entries of a journal file, in pieces. Raises OSError; FileNotFoundError if there is none."""
+def read_journal(
+    files: Files, store_id: int, name: str = NAME, progress: Callable[[int, int], None] | None = None
+) -> Iterator[Entries]:
+    """All sound entries of a journal file, in pieces. Raises OSError; FileNotFoundError if there is none.
+
+    `progress(bytes, of so many)` is told when a piece has been taken in.
+    """
     fd = files.open(name, os.O_RDONLY)
     try:
         offset = 0
@@ -163,6 +168,8 @@ def read_journal(files: Files, store_id: int, name: str = NAME) -> Iterator[Entr
                 return
             yield sound(piece[:count], store_id)
             offset += count * ENTRY_BYTES
+            if progress is not None:
+                progress(offset, size_bytes)
     finally:
         files.close(fd)
 

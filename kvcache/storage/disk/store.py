@@ -316,8 +316,11 @@ class DiskStore:
     def delete(self, namespace: bytes | None) -> Removed:
         return self.delete_of(self._settings.model, namespace)
 
-    def delete_of(self, model: bytes | None, namespace: bytes | None) -> Removed:
-        """Delete the pages of a model, or of all; of one namespace, or of all."""
+    def delete_of(
+        self, model: bytes | None, namespace: bytes | None, progress: Callable[[int, int], None] | None = None
+    ) -> Removed:
+        """Delete the pages of a model, or of all; of one namespace, or of all. `progress(slots looked at, of so
+        many)`."""
         with self._lock:
             generation = self._next_generation()
             spaces = self._spaces.select(model, namespace)
@@ -339,6 +342,8 @@ class DiskStore:
             pages += len(slots)
             size_bytes += freed_bytes
             message = self._erase_unpinned(slots) or message
+            if progress is not None:
+                progress(min(start + _DELETE_WINDOW, high), high)
         return Removed(pages, size_bytes, self._remove_empty() or message)
 
     def _withdraw_spaces(self, start: int, end: int, numbers: I64, generation: int) -> tuple[I64, int]:

@@ -1,0 +1,67 @@
+"""Copies from the device to the host: one behind each step, or behind nothing while idle.
+
+in     what the cache wants copied; the device's `BackupDone`
+out    `Backup` commands; pages that the host has, to the cache
+state  copies under way, how many pages one may take
+owner  the engine
+ready  a copy's host pages when every group's part has been made
+end    with the device's life: `forget`; the cache gives up what was under way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.kvcache.cache import KvCache
+from headrace.ops.wire import Backup, BackupDone
+from headrace.sched.budget import CopyPace
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    groups_left: int
+    pages: int
+    copy_ms: float = 0.0
+
+
+class CopyStage:
+    """At most one copy is ordered at a time; the device makes them in its own order."""
+
+    def __init__(self, cache: KvCache, pace: CopyPace, send: Callable[[Backup], None]) -> None:
+        self._cache = cache
+        self._pace = pace
+        self._send = send
+        self._copies: dict[int, _UnderWay] = {}
+        """By transfer."""
+        cache.copy_pages = pace.pages
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the device has a copy to make."""
+        return bool(self._copies)
+
+    def order(self) -> bool:
+        """Send the next copy behind all that the device has been sent; False if there is none to make."""
+        copy = self._cache.next_copy()
+        if copy is None:
+            return False
+        self._copies[copy.transfer] = _UnderWay(len(copy.device), copy.device.shape[1])
+        for group, (device, host) in enumerate(zip(copy.device, copy.host)):
+            self._send(Backup(copy.transfer, group, device.tolist(), host.tolist()))
+        return True
+
+    def made(self, done: BackupDone) -> None:
+        """A group's part of a copy has been made."""
+        copy = self._copies[done.transfer]
+        copy.groups_left -= 1
+        copy.copy_ms += done.copy_ms
+        if not copy.groups_left:
+            del self._copies[done.transfer]
+            self._pace.observe(copy.pages, copy.copy_ms)
+            self._cache.copy_pages = self._pace.pages
+            self._cache.copied(done.transfer)
+
+    def forget(self) -> None:
+        """The device is gone, and what it was copying with it."""
+        self._copies.clear()
