@@ -13,8 +13,9 @@ from headrace.sched.grammar import BadGrammar, Grammar
 from headrace.sched.matching import ANSWER_S, MAX_COMPILES, GrammarWorkerFailed
 from headrace.sched.messages import Overloaded
 from headrace.server.sim.grammar import END_ID
+from headrace.server.sim.judge import Watched
 from headrace.server.sim.virtual_loop import run
-from headrace.server.sim.world import Watched, World, WorldShape
+from headrace.server.sim.world import World, WorldShape
 
 PROMPT = list(range(1, 14))
 
