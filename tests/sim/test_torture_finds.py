@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -24,6 +25,8 @@ from headrace.server.sim.torture import torture
 from headrace.server.sim.world import WorldShape
 
 Patch = pytest.MonkeyPatch
+# A run that ends in the middle leaves its coroutines behind, and some of them can't be closed any more.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 SEED_REQUESTS: Final = 100
 
 
@@ -195,6 +198,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
+    gc.collect()
 
 
 @pytest.mark.parametrize(("bug", "shape"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
