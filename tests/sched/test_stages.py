@@ -14,7 +14,7 @@ from headrace.server.sim.world import World, WorldShape
 TIERED = WorldShape(host_pages=64, storage_pages=500, prefetch=PrefetchOptions("wait_complete", 1))
 
 
-@pytest.mark.parametrize("stage", ["device", "execute", "watch", "storage"])
+@pytest.mark.parametrize("stage", ["device", "execute", "watch", "storage", "grammars"])
 @pytest.mark.parametrize("after_ms", [0.0, 113.7, 131.0])
 def test_a_stage_that_is_cancelled_alone_fails_the_engine_and_every_request_is_told(
     stage: str, after_ms: float
