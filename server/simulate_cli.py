@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -151,6 +152,8 @@ def simulate_command(flags: dict[str, Any], out: TextIO | None = None, errors: T
     from headrace.server.sim.workload import read_trace
 
     out, errors = out or sys.stdout, errors or sys.stderr
+    # What the engine logs is about simulated events, by the hundred where a disk is too slow: the table counts them.
+    logging.getLogger("headrace").addHandler(logging.NullHandler())
     compare, json_file, plot_file = flags.pop("compare"), flags.pop("json"), flags.pop("plot")
     digest = flags.pop("digest")
     scenarios = _scenarios(flags, compare)

@@ -96,8 +96,9 @@ class CostDevice:
             case Sample():
                 self._loop.call_at_ns(self._compute_free_ns, self._finish, command, self._step_ns)
             case Backup():
-                done_ns = self._backup(len(command.device_pages))
-                self._loop.call_at_ns(done_ns, self._reply, BackupDone(command.transfer))
+                pages = len(command.device_pages)
+                held_ms = 0.0 if self._copies.overlap else self._copies.copy_ns(pages) / 1e6
+                self._loop.call_at_ns(self._backup(pages), self._reply, BackupDone(command.transfer, held_ms))
             case Start():
                 self._reply(Loaded(weights_bytes=0, free_bytes=0))
             case MakePools():

@@ -30,7 +30,7 @@ def figures_table(title: str, runs: Mapping[str, Figures], scenario: Scenario) -
     return table
 
 
-_SECTION_ENDS = ("requests", "ITL p50 / p90 / p99 ms", "output tok/s", "hit ratio, no bounds", "storage restarts")
+_SECTION_ENDS = ("requests", "ITL p50 / p90 / p99 ms", "output tok/s", "hit ratio, no bounds", "integrity alarms")
 
 
 def _rows(figures: Figures, scenario: Scenario) -> dict[str, str]:
@@ -58,6 +58,7 @@ def _rows(figures: Figures, scenario: Scenario) -> dict[str, str]:
         "stored": size_text(figures.stored_bytes),
         "retractions": str(figures.retractions),
         "storage restarts": str(figures.storage_restarts),
+        "integrity alarms": str(figures.integrity_alarms),
         "device busy": f"{figures.device_busy_share:.1%}",
         "steps": str(figures.steps),
         "virtual time": f"{figures.virtual_s:.1f} s",

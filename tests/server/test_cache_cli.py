@@ -166,7 +166,7 @@ def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pyt
 
 def test_progress_is_shown_after_two_seconds(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 10_000, 10))
-    monkeypatch.setattr("headrace.server.cache_cli.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("headrace.server.progress.time.monotonic", lambda: next(clock))
     _, _, errors = run("verify", *places)
     assert "pages checked: 14 of 14 (100 %)" in errors.splitlines()
     for action in ("verify", "ls", "stat", "rm"):
