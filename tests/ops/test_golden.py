@@ -27,9 +27,9 @@ class Golden(msgspec.Struct):
 CASES = msgspec.json.decode(DATA.read_bytes(), type=Golden).cases
 
 
-@pytest.fixture(scope="module")
-def driver(model_file: Path) -> Driver:
-    return Driver(model_file, num_pages=80)
+@pytest.fixture(scope="module", params=["torch", "compiled"])
+def driver(model_file: Path, request: pytest.FixtureRequest) -> Driver:
+    return Driver(model_file, num_pages=80, kernels=request.param)
 
 
 def prefill(driver: Driver, prompts: dict[int, Sequence[int]], chunk_tokens: int) -> dict[int, int]:

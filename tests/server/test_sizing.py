@@ -54,6 +54,7 @@ LARGE = msgspec.structs.replace(
 def machine(free_gib: float, cores: int = 8, bfloat16: bool = True) -> Hardware:
     return Hardware(
         cpu_name="a CPU",
+        architecture="x86_64",
         cores=cores,
         ram_bytes=max(int(free_gib * GIB), 64 * GIB),
         available_bytes=int(free_gib * GIB),
