@@ -43,6 +43,7 @@ from headrace.ops.simd.instructions import (
     f32,
     f32x16,
     fused,
+    host_features,
     i8,
     i16,
     i16x16,
@@ -97,7 +98,19 @@ def emit_load(b: Builder, element: Any, address: Value) -> Value:
 
 
 def emit_store(b: Builder, element: Any, address: Value, vector: Value) -> None:
-    store_to(b, address, b.fptrunc(vector, ir.VectorType(bf16, LANES)) if is_bf16(element) else vector)
+    store_to(b, address, _as_bf16(b, vector) if is_bf16(element) else vector)
+
+
+def _as_bf16(b: Builder, vector: Value) -> Value:
+    """The upper half of each float32, rounded to nearest even."""
+    if "avx512bf16" in host_features():
+        return b.fptrunc(vector, ir.VectorType(bf16, LANES))
+    # Elsewhere LLVM would call a function of the compiler's library for each value.
+    bits = b.bitcast(vector, i32x16)
+    odd = b.and_(b.lshr(bits, every_int(16)), every_int(1))
+    rounded = b.lshr(b.add(bits, b.add(odd, every_int(0x7FFF))), every_int(16))
+    nan = b.fcmp_unordered("uno", vector, vector)
+    return b.trunc(b.select(nan, every_int(0x7FC0), rounded), i16x16)
 
 
 @instruction(F32x16, ELEMENT, ADDRESS)

@@ -68,7 +68,7 @@ def test_exp_beyond_what_float32_holds_is_nearly_nothing_or_large_but_a_number()
 
 def test_bfloat16_is_rounded_to_nearest_even_as_torch_does() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 4096, np.uint32).view(np.float32)
-    x = torch.from_numpy(np.concatenate((bits, np.float32([0, -0.0, math.inf, -math.inf] * 4))))
+    x = torch.from_numpy(np.concatenate((bits, np.array([0, -0.0, math.inf, -math.inf] * 4, np.float32))))
     # Numbers too small for their first digit are zero to the instruction that rounds.
     x = torch.where((x.abs() < 1e-37) | x.isnan(), torch.zeros_like(x), x)
     out = torch.empty(len(x), dtype=torch.bfloat16)
