@@ -190,8 +190,14 @@ class DeviceWorker:
             "q8" if start.quantization == "q8" else kv,
             kv,
             start.kernel_cache,
-            lambda done, total: self._reply(Progress("kernels", done, total)),
+            self._tell_compiling,
         )
+
+    def _tell_compiling(self, done: int, total: int) -> None:
+        """A line for each tenth: it takes 10 to 20 s, once."""
+        if done * 10 // total > (done - 1) * 10 // total:
+            share = done * 100 // total // 10 * 10
+            self._reply(Progress(f"compiling kernels for this CPU, once: {share} %", done, total))
 
     def _make_pools(self, command: MakePools) -> None:
         start = self._start_command

@@ -12,12 +12,13 @@ computed alone (decode), in a chunk, or in another chunk, from whatever pages.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from headrace.ops.simd.instructions import LANES, kernel
-from headrace.ops.simd.tiles import TILE_COLUMNS, mix_tile, scores_tile, tile_height
+from headrace.ops.simd.team import LINE_BYTES
+from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, mix_tile, scores_tile, tile_height
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -36,6 +37,7 @@ from headrace.ops.simd.vector import (
     max_lanes,
     maximum,
     multiply,
+    put_address,
     put_f32,
     put_zero_lane,
     splat,
@@ -64,46 +66,48 @@ def block_tokens(sharing: int) -> int:
 def scratch_bytes(sharing: int, head_dim: int) -> int:
     """Bytes that a thread needs for a block."""
     rows = block_tokens(sharing) * sharing
-    # Queries, scores, weights, sums; maximum, total; keys and values that are gathered from small pages.
-    return F32_BYTES * (rows * (2 * head_dim + 2 * KEYS + 2) + 2 * KEYS * head_dim) + 8 * VECTOR_BYTES
+    # Maximum and total, queries, scores, weights, sums; keys and values that are gathered from small pages. Every part
+    # is counted in float32.
+    return LINE_BYTES + F32_BYTES * (rows * (2 + 2 * head_dim + 2 * KEYS) + 2 * KEYS * head_dim)
+
+
+class HeadPages(NamedTuple):
+    """Where the keys and values of one KV head of a request lie."""
+
+    table: int
+    """Address of int32: the request's pages, in order."""
+    pages: int
+    """Address of page 0 of the layer."""
+    page_bytes: int
+    page_tokens: int
+    head_dim: int
+    keys: int
+    """Bytes from a page's start to the head's keys, and to its values."""
+    values: int
 
 
 @kernel
-def group_of(
-    kv: Any, plane: int, head_dim: int, table: int, pages: int, page_bytes: int, page_tokens: int, first: int
-) -> int:
-    """The address of 16 tokens' packed keys or values, in pages that hold whole groups.
-
-    `plane`: bytes from a page's start to the head's keys or values; `first`: the first token's position.
-    """
-    page = get_i32(table + first // page_tokens * 4)
-    inside = first % page_tokens * head_dim * value_bytes(kv)
-    address: int = pages + page * page_bytes + plane + inside
+def group_of(kv: Any, head: Any, position: int) -> int:
+    """The address of 16 tokens' packed keys, in pages that hold whole groups; `position`: of the first."""
+    page = get_i32(head.table + position // head.page_tokens * 4)
+    inside = position % head.page_tokens * head.head_dim * value_bytes(kv)
+    address: int = head.pages + page * head.page_bytes + head.keys + inside
     return address
 
 
 @kernel
-def gather_group(
-    kv: Any,
-    plane: int,
-    head_dim: int,
-    table: int,
-    pages: int,
-    page_bytes: int,
-    page_tokens: int,
-    first: int,
-    end: int,
-    by_key: bool,
-    to: int,
-) -> None:
-    """Pack 16 tokens, zeros from `end` on, from pages that hold them one after the other."""
-    size, lane = value_bytes(kv), lane_values(kv)
+def gather_group(kv: Any, head: Any, plane: int, first: int, end: int, by_key: bool, to: int) -> None:
+    """Pack 16 tokens, zeros from `end` on, from pages that hold them one after the other.
+
+    `plane`: `head.keys`, which are packed by key, or `head.values`.
+    """
+    size, lane, head_dim = value_bytes(kv), lane_values(kv), head.head_dim
     for at in range(0, LANES * head_dim * size, LANE_BYTES):
         put_zero_lane(to + at)
     for token in range(min(LANES, end - first)):
         position = first + token
-        row = pages + get_i32(table + position // page_tokens * 4) * page_bytes + plane
-        row += position % page_tokens * head_dim * size
+        row = head.pages + get_i32(head.table + position // head.page_tokens * 4) * head.page_bytes + plane
+        row += position % head.page_tokens * head_dim * size
         if by_key:
             for at in range(head_dim // lane):
                 copy_lane(to + (at * LANES + token) * LANE_BYTES, row + at * LANE_BYTES)
@@ -111,6 +115,27 @@ def gather_group(
             start = to + token // lane * head_dim * LANE_BYTES + token % lane * size
             for at in range(head_dim):
                 copy_value(kv, start + at * LANE_BYTES, row + at * size)
+
+
+@kernel
+def find_groups(kv: Any, head: Any, start: int, end: int, found: int) -> None:
+    """Put the addresses of the 4 groups of keys from position `start` on into int64 `found`. Past `end` the last group
+    stands in."""
+    last = (end - 1) // LANES * LANES
+    for group in range(GROUPS):
+        put_address(found + group * 8, group_of(kv, head, min(start + group * LANES, last)))
+
+
+@kernel
+def gather_groups(kv: Any, head: Any, start: int, end: int, found: int, gathered: int) -> None:
+    """The same for pages that do not hold whole groups: keys and values are packed into `gathered`."""
+    size_bytes = LANES * head.head_dim * value_bytes(kv)
+    last = (end - 1) // LANES * LANES
+    for group in range(GROUPS):
+        first, to = min(start + group * LANES, last), gathered + group * size_bytes
+        gather_group(kv, head, head.keys, first, end, True, to)
+        gather_group(kv, head, head.values, first, end, False, to + GROUPS * size_bytes)
+        put_address(found + group * 8, to)
 
 
 @kernel
@@ -163,20 +188,41 @@ def weigh_row(
 
 
 @kernel
+def score_rows(kv: Any, rows: int, head_dim: int, queries: int, found: int, ahead: int, scores: int) -> None:
+    """float32 scores [rows, 64] of packed queries with the keys of 4 groups, `ahead` those of the next block."""
+    head_bytes = head_dim * value_bytes(kv)
+    row = 0
+    while row < rows:
+        height, of, to = tile_height(rows - row), queries + row * head_bytes, scores + row * KEYS * F32_BYTES
+        scores_tile(kv, height, of, head_bytes, head_bytes // LANE_BYTES, found, ahead, to)
+        row, ahead = row + height, found
+
+
+@kernel
+def mix_rows(kv: Any, rows: int, head_dim: int, weights: int, found: int, ahead: int, across: int, mixed: int) -> None:
+    """float32 mixed [rows, head_dim] += weights · values of 4 groups, which lie `across` bytes behind their keys."""
+    weight_bytes, mixed_bytes, lane_bytes = KEYS * value_bytes(kv), head_dim * F32_BYTES, head_dim * LANE_BYTES
+    row = 0
+    while row < rows:
+        height, of = tile_height(rows - row), weights + row * weight_bytes
+        at = 0
+        while at < head_dim:
+            panels = PANELS if at + TILE_COLUMNS <= head_dim else 1
+            shift, to = across + at * LANE_BYTES, mixed + row * mixed_bytes + at * F32_BYTES
+            mix_tile(kv, height, panels, of, weight_bytes, found, ahead, shift, lane_bytes, to, mixed_bytes)
+            at += panels * LANES
+        row, ahead = row + height, found
+
+
+@kernel
 def attend_block(
     kv: Any,
+    head: Any,
     queries: int,
     query_bytes: int,
     tokens: int,
     position: int,
     sharing: int,
-    head_dim: int,
-    table: int,
-    pages: int,
-    page_bytes: int,
-    page_tokens: int,
-    key_plane: int,
-    value_plane: int,
     scale: float,
     window: int,
     cap: float,
@@ -186,98 +232,49 @@ def attend_block(
 ) -> None:
     """`tokens` tokens from `position` on, `sharing` query heads of each → the same shape in `out`, of `kv` values.
 
-    `queries`, `out`: the first token's first head; tokens are `query_bytes` and `out_bytes` apart. `table`: int32, the
-    request's pages. `window`: a token sees itself and so many - 1 before it; 0: all. `cap`: of scores, soft; 0: none.
+    `head`: `HeadPages`. `queries`, `out`: the first token's first head; tokens are `query_bytes` and `out_bytes` apart.
+    `window`: a token sees itself and so many - 1 before it; 0: all. `cap`: of scores, soft; 0: none.
     """
-    size = value_bytes(kv)
-    rows, head_bytes = tokens * sharing, head_dim * size
-    packed_queries, scores = scratch, scratch + rows * head_dim * F32_BYTES
+    size, head_dim = value_bytes(kv), head.head_dim
+    rows, head_bytes, mixed_bytes = tokens * sharing, head_dim * size, head_dim * F32_BYTES
+    found, state = scratch, scratch + LINE_BYTES
+    packed = state + rows * 2 * F32_BYTES
+    scores = packed + rows * mixed_bytes
     weights = scores + rows * KEYS * F32_BYTES
     mixed = weights + rows * KEYS * F32_BYTES
-    gathered = mixed + rows * head_dim * F32_BYTES
-    state = gathered + 2 * KEYS * head_dim * F32_BYTES
-    none = zeros()
-    for row in range(rows):
-        source = queries + row // sharing * query_bytes + row % sharing * head_bytes
-        for at in range(0, head_bytes, LANE_BYTES):
-            copy_lane(packed_queries + row * head_bytes + at, source + at)
-        for at in range(0, head_dim, LANES):
-            store(F32, mixed + (row * head_dim + at) * F32_BYTES, none)
-        put_f32(state + row * 2 * F32_BYTES, _LOWEST)
-        put_f32(state + row * 2 * F32_BYTES + F32_BYTES, np.float32(0))
+    gathered = mixed + rows * mixed_bytes
     end = position + tokens
     first = max(0, position + 1 - window) // KEYS * KEYS if window > 0 else 0
-    packed = page_tokens % LANES == 0
-    group_bytes = LANES * head_bytes
-    last_group = (end - 1) // LANES * LANES
+    whole_groups = head.page_tokens % LANES == 0
+    if whole_groups:
+        find_groups(kv, head, first, end, found + first // KEYS % 2 * GROUPS * 8)
+    for row in range(rows):
+        source = queries + row // sharing * query_bytes + row % sharing * head_bytes
+        for at in range(0, head_dim, LANES):
+            store(kv, packed + row * head_bytes + at * size, load(kv, source + at * size))
+            store(F32, mixed + row * mixed_bytes + at * F32_BYTES, zeros())
+        put_f32(state + row * 2 * F32_BYTES, _LOWEST)
+        put_f32(state + row * 2 * F32_BYTES + F32_BYTES, np.float32(0))
     for start in range(first, end, KEYS):
-        s0, s1 = start, min(start + 16, last_group)
-        s2, s3 = min(start + 32, last_group), min(start + 48, last_group)
-        if packed:
-            k0 = group_of(kv, key_plane, head_dim, table, pages, page_bytes, page_tokens, s0)
-            k1 = group_of(kv, key_plane, head_dim, table, pages, page_bytes, page_tokens, s1)
-            k2 = group_of(kv, key_plane, head_dim, table, pages, page_bytes, page_tokens, s2)
-            k3 = group_of(kv, key_plane, head_dim, table, pages, page_bytes, page_tokens, s3)
-            across = value_plane - key_plane
-            v0, v1, v2, v3 = k0 + across, k1 + across, k2 + across, k3 + across
-        else:
-            for group in range(GROUPS):
-                here = min(start + group * LANES, last_group)
-                to = gathered + group * group_bytes
-                gather_group(kv, key_plane, head_dim, table, pages, page_bytes, page_tokens, here, end, True, to)
-                to += GROUPS * group_bytes
-                gather_group(kv, value_plane, head_dim, table, pages, page_bytes, page_tokens, here, end, False, to)
-            k0, k1 = gathered, gathered + group_bytes
-            k2, k3 = gathered + 2 * group_bytes, gathered + 3 * group_bytes
-            across = GROUPS * group_bytes
-            v0, v1, v2, v3 = k0 + across, k1 + across, k2 + across, k3 + across
-        row = 0
-        while row < rows:
-            height = tile_height(rows - row)
-            from_row = packed_queries + row * head_bytes
-            steps = head_bytes // LANE_BYTES
-            scores_tile(kv, height, from_row, head_bytes, steps, k0, k1, k2, k3, scores + row * KEYS * F32_BYTES)
-            row += height
+        across, here = head.values - head.keys, found + start // KEYS % 2 * GROUPS * 8
+        ahead = here
+        if not whole_groups:
+            across = GROUPS * LANES * head_bytes
+            gather_groups(kv, head, start, end, here, gathered)
+        elif start + KEYS < end:
+            # Pages lie anywhere: no prefetcher of the CPU guesses the next one.
+            ahead = found + (start // KEYS + 1) % 2 * GROUPS * 8
+            find_groups(kv, head, start + KEYS, end, ahead)
+        score_rows(kv, rows, head_dim, packed, here, ahead, scores)
         for row in range(rows):
             high = position + row // sharing + 1 - start
             low = high - window if window > 0 else 0
-            weigh_row(
-                kv,
-                scores + row * KEYS * F32_BYTES,
-                low,
-                high,
-                scale,
-                cap,
-                state + row * 2 * F32_BYTES,
-                mixed + row * head_dim * F32_BYTES,
-                head_dim,
-                weights + row * KEYS * size,
-            )
-        row = 0
-        while row < rows:
-            height = tile_height(rows - row)
-            at = 0
-            while at < head_dim:
-                panels = 4 if at + TILE_COLUMNS <= head_dim else 1
-                of, to = at * LANE_BYTES, mixed + (row * head_dim + at) * F32_BYTES
-                mix_tile(
-                    kv,
-                    height,
-                    panels,
-                    weights + row * KEYS * size,
-                    KEYS * size,
-                    v0 + of,
-                    v1 + of,
-                    v2 + of,
-                    v3 + of,
-                    head_dim * LANE_BYTES,
-                    to,
-                    head_dim * F32_BYTES,
-                )
-                at += panels * LANES
-            row += height
+            of, to = scores + row * KEYS * F32_BYTES, weights + row * KEYS * size
+            so_far = state + row * 2 * F32_BYTES
+            weigh_row(kv, of, low, high, scale, cap, so_far, mixed + row * mixed_bytes, head_dim, to)
+        mix_rows(kv, rows, head_dim, weights, here, ahead, across, mixed)
     for row in range(rows):
         to = out + row // sharing * out_bytes + row % sharing * head_bytes
         share = splat(np.float32(1) / get_f32(state + row * 2 * F32_BYTES + F32_BYTES))
         for at in range(0, head_dim, LANES):
-            store(kv, to + at * size, multiply(load(F32, mixed + (row * head_dim + at) * F32_BYTES), share))
+            store(kv, to + at * size, multiply(load(F32, mixed + row * mixed_bytes + at * F32_BYTES), share))

@@ -19,12 +19,12 @@ from typing import Any, Final
 import numba
 import numpy as np
 
-from headrace.ops.simd.attention import attend_block
+from headrace.ops.simd.attention import HeadPages, attend_block
 from headrace.ops.simd.inputs import GROUP, group_bytes, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
 from headrace.ops.simd.team import await_job, barrier, begin_job, claim
-from headrace.ops.simd.tiles import MAX_ROWS, TILE_COLUMNS, product_tile, tile_height
+from headrace.ops.simd.tiles import MAX_ROWS, PANELS, TILE_COLUMNS, fetched_beside, product_tile, tile_height
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -147,7 +147,7 @@ class Constant(IntEnum):
     SCORE_CAP = auto()
 
 
-ROW_BLOCK: Final = 16 * MAX_ROWS
+ROW_BLOCK: Final = 96
 """Rows that a tile of columns takes at a time: their inputs and the tile's weights fit the second cache together."""
 NORM_ROWS: Final = 4
 """Rows of one claim of what is done row by row."""
@@ -160,13 +160,23 @@ _L: Final = LayerField
 
 @kernel
 def multiply_block(
-    element: Any, x: int, x_bytes: int, rows: int, weights: int, panel_bytes: int, steps: int, out: int, out_bytes: int
+    element: Any,
+    x: int,
+    x_bytes: int,
+    rows: int,
+    weights: int,
+    following: int,
+    panel_bytes: int,
+    steps: int,
+    out: int,
+    out_bytes: int,
 ) -> None:
-    """`rows` rows times a tile of 64 columns → float32."""
+    """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next."""
     row = 0
     while row < rows:
         height, to = tile_height(rows - row), out + row * out_bytes
-        product_tile(element, height, x + row * x_bytes, x_bytes, weights, panel_bytes, steps, to, out_bytes)
+        ahead = fetched_beside(row, rows, weights, following, panel_bytes)
+        product_tile(element, height, x + row * x_bytes, x_bytes, weights, ahead, panel_bytes, steps, to, out_bytes)
         row += height
 
 
@@ -174,6 +184,7 @@ def multiply_block(
 def product_phase(
     element: Any,
     cells: int,
+    threads: int,
     phase: int,
     x: int,
     x_bytes: int,
@@ -195,7 +206,8 @@ def product_phase(
             x + first * x_bytes,
             x_bytes,
             min(ROW_BLOCK, rows - first),
-            weights + 4 * tile * panel_bytes,
+            weights + PANELS * tile * panel_bytes,
+            weights + PANELS * (tile + threads) * panel_bytes,
             panel_bytes,
             steps,
             out + first * out_bytes + tile * TILE_BYTES,
@@ -208,6 +220,7 @@ def product_phase(
 def adding_phase(
     element: Any,
     cells: int,
+    threads: int,
     phase: int,
     x: int,
     x_bytes: int,
@@ -225,11 +238,15 @@ def adding_phase(
     piece = claim(cells, phase)
     while piece < tiles * blocks:
         tile, first = piece // blocks, piece % blocks * ROW_BLOCK
-        columns = weights + 4 * tile * panel_bytes
+        columns = weights + PANELS * tile * panel_bytes
+        following = columns + PANELS * threads * panel_bytes
         row, end = first, min(first + ROW_BLOCK, rows)
         while row < end:
             height = tile_height(end - row)
-            product_tile(element, height, x + row * x_bytes, x_bytes, columns, panel_bytes, steps, scratch, TILE_BYTES)
+            ahead = fetched_beside(row - first, end - first, columns, following, panel_bytes)
+            product_tile(
+                element, height, x + row * x_bytes, x_bytes, columns, ahead, panel_bytes, steps, scratch, TILE_BYTES
+            )
             for at in range(height):
                 here, to = scratch + at * TILE_BYTES, out + (row + at) * out_bytes + tile * TILE_BYTES
                 for column in range(0, TILE_BYTES, VECTOR_BYTES):
@@ -248,6 +265,7 @@ def silu(x: Any) -> Any:
 def gated_phase(
     element: Any,
     cells: int,
+    threads: int,
     phase: int,
     x: int,
     x_bytes: int,
@@ -266,11 +284,15 @@ def gated_phase(
     piece = claim(cells, phase)
     while piece < tiles * blocks:
         tile, first = piece // blocks, piece % blocks * ROW_BLOCK
-        columns = weights + 4 * tile * panel_bytes
+        columns = weights + PANELS * tile * panel_bytes
+        following = columns + PANELS * threads * panel_bytes
         row, end = first, min(first + ROW_BLOCK, rows)
         while row < end:
             height = tile_height(end - row)
-            product_tile(element, height, x + row * x_bytes, x_bytes, columns, panel_bytes, steps, scratch, TILE_BYTES)
+            ahead = fetched_beside(row - first, end - first, columns, following, panel_bytes)
+            product_tile(
+                element, height, x + row * x_bytes, x_bytes, columns, ahead, panel_bytes, steps, scratch, TILE_BYTES
+            )
             for at in range(height):
                 here = scratch + at * TILE_BYTES
                 low = multiply(silu(load(F32, here)), load(F32, here + 2 * VECTOR_BYTES))
@@ -357,20 +379,23 @@ def attention_phase(kv: Any, cells: int, phase: int, step: Any, constants: Any, 
         end = get_i32(step[_S.ROW_START] + (row + 1) * 4)
         tokens = min(step[_S.BLOCK_TOKENS], end - token)
         of_head = head * sharing * dim * size
+        head_pages = HeadPages(
+            table_of(step, row),
+            step[_S.PAGES],
+            step[_S.PAGE_BYTES],
+            step[_S.PAGE_TOKENS],
+            dim,
+            head * step[_S.HEAD_PLANE_BYTES],
+            (kv_heads + head) * step[_S.HEAD_PLANE_BYTES],
+        )
         attend_block(
             kv,
+            head_pages,
             step[_S.QUERIES] + token * step[_S.QUERY_BYTES] + of_head,
             step[_S.QUERY_BYTES],
             tokens,
             get_i32(step[_S.ROW_KV_LEN] + row * 4) - end + token,
             sharing,
-            dim,
-            table_of(step, row),
-            step[_S.PAGES],
-            step[_S.PAGE_BYTES],
-            step[_S.PAGE_TOKENS],
-            head * step[_S.HEAD_PLANE_BYTES],
-            (kv_heads + head) * step[_S.HEAD_PLANE_BYTES],
             constants[Constant.SCORE_SCALE],
             step[_S.WINDOW],
             constants[Constant.SCORE_CAP],
@@ -389,6 +414,7 @@ def attend_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, sc
     product_phase(
         element,
         cells,
+        threads,
         1,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
@@ -418,6 +444,7 @@ def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scrat
     adding_phase(
         element,
         cells,
+        threads,
         5,
         step[_S.ATTENDED_INPUT],
         step[_S.ATTENDED_INPUT_BYTES],
@@ -436,6 +463,7 @@ def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scrat
     gated_phase(
         element,
         cells,
+        threads,
         7,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
@@ -452,6 +480,7 @@ def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scrat
     adding_phase(
         element,
         cells,
+        threads,
         8,
         step[_S.ACT],
         step[_S.ACT_BYTES],
@@ -475,6 +504,7 @@ def output_job(element: Any, step: Any, constants: Any) -> None:
     product_phase(
         element,
         cells,
+        threads,
         10,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],

@@ -38,6 +38,7 @@ from headrace.ops.simd.instructions import (
     i8,
     i32,
     i32x16,
+    i64,
     instruction,
     kernel,
     load_from,
@@ -46,12 +47,16 @@ from headrace.ops.simd.instructions import (
     spread,
     store_to,
 )
-from headrace.ops.simd.vector import LANE_BYTES, VECTOR_BYTES, is_bf16
+from headrace.ops.simd.vector import LANE_BYTES, VECTOR_BYTES, emit_prefetch, is_bf16
 
+WIDE: Final = "avx512f" in host_features()
+"""32 registers of a whole vector; elsewhere a vector takes 2 of 16 registers (AVX2), or 4 of 32 (NEON)."""
 MAX_ROWS: Final = 6
-"""6 rows of 4 vectors are 24 sums, 4 panels and a row's lane: 29 of the 32 registers of AVX-512."""
+"""More rows of fewer panels were slower: 12 of 2 by a fifth at 8 and 32 rows, and in Q8 at 512."""
 PANELS: Final = 4
 """Panels of 16 columns that a tile has."""
+AHEAD_PANELS: Final = 2
+"""Panels that a tile brings to the cache for a later one."""
 TILE_COLUMNS: Final = PANELS * LANES
 Q8_WEIGHT_BYTES: Final = GROUP * LANES + VECTOR_BYTES
 """A group of a panel: 8 lanes of 16 columns, as unsigned bytes (value + 128), and 16 float32 scales."""
@@ -60,11 +65,15 @@ Sums = list[list[Value]]
 """[rows][panels] of F32x16."""
 
 
-def _panels_at_once(element: Any) -> int:
-    if "avx512f" in host_features():
-        return 2 if element == types.int8 else PANELS
-    # 16 registers of half the width, or 32 of a quarter: one vector of 16 takes two of them, or four.
-    return 1
+def _panels_at_once(element: Any, height: int) -> int:
+    """Panels of a tile whose sums fit the registers: 24 of 32, beside a vector of each panel and one of the rows.
+
+    A sum of Q8 is two: of the group, and of all groups before it.
+    """
+    if not WIDE:
+        return 1
+    sums = 24 // height // (2 if element == types.int8 else 1)
+    return next(panels for panels in (4, 2, 1) if panels <= max(sums, 1))
 
 
 def _dot(b: Builder, element: Any, total: Value, row: Value, panel: Value) -> Value:
@@ -103,12 +112,25 @@ def _dot_int8(b: Builder, total: Value, row: Value, panel: Value) -> Value:
 
 
 def _accumulate(
-    b: Builder, element: Any, steps: Value, rows: Sequence[Value], panels: Sequence[Value], step: Value, start: Sums
+    b: Builder,
+    element: Any,
+    steps: Value,
+    rows: Sequence[Value],
+    panels: Sequence[Value],
+    ahead: Sequence[Value],
+    step: Value,
+    start: Sums,
 ) -> Sums:
-    """`start` + the sum over `steps` lanes; rows advance by a lane at a time, panels by `step` bytes."""
+    """`start` + the sum over `steps` lanes; rows advance by a lane at a time, panels by `step` bytes.
+
+    `ahead`: what a later tile reads as this one reads its panels. Asked for a line at a time, it comes while this tile
+    computes; all at once it would fill the CPU's queue of misses.
+    """
 
     def body(k: Value, flat: list[Value]) -> list[Value]:
         row_at, panel_at = b.mul(k, const(LANE_BYTES)), b.mul(k, step)
+        for address in ahead:
+            emit_prefetch(b, b.add(address, panel_at))
         vectors = [load_from(b, b.add(panel, panel_at), i32x16) for panel in panels]
         totals = []
         for at, row in enumerate(rows):
@@ -121,13 +143,23 @@ def _accumulate(
     return [flat[at : at + len(panels)] for at in range(0, len(flat), len(panels))]
 
 
-def _accumulate_groups(b: Builder, groups: Value, rows: Sequence[Value], panels: Sequence[Value], start: Sums) -> Sums:
+def _accumulate_groups(
+    b: Builder,
+    groups: Value,
+    rows: Sequence[Value],
+    panels: Sequence[Value],
+    ahead: Sequence[Value],
+    start: Sums,
+) -> Sums:
     """The same for Q8: sums of a group are exact in int32, then scaled and added to the float32 sums."""
 
     def body(k: Value, flat: list[Value]) -> list[Value]:
         row_at, panel_at = b.mul(k, const(Q8_GROUP_BYTES)), b.mul(k, const(Q8_WEIGHT_BYTES))
         here = [b.add(row, row_at) for row in rows]
         beside = [b.add(panel, panel_at) for panel in panels]
+        for address in ahead:
+            for line in range(0, Q8_WEIGHT_BYTES, VECTOR_BYTES):
+                emit_prefetch(b, offset(b, b.add(address, panel_at), line))
         # The weights' bytes are 128 too high: the sum starts 128 times the inputs' sum too low.
         exact = [[spread(b, load_from(b, offset(b, row, GROUP + 4), i32))] * len(panels) for row in here]
         for lane in range(GROUP // 4):
@@ -165,7 +197,7 @@ def _nothing(rows: int, panels: int) -> Sums:
 HEIGHTS: Final = tuple(range(1, MAX_ROWS + 1))
 
 
-@instruction(NOTHING, ELEMENT, INT, ADDRESS, INT, ADDRESS, INT, INT, ADDRESS, INT)
+@instruction(NOTHING, ELEMENT, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, INT)
 def product_tile(
     b: Builder,
     element: Any,
@@ -173,30 +205,39 @@ def product_tile(
     x: Value,
     x_bytes: Value,
     weights: Value,
+    ahead: Value,
     panel_bytes: Value,
     steps: Value,
     out: Value,
     out_bytes: Value,
 ) -> None:
-    """1 to 6 rows times 64 columns → float32 [rows, 64]. `steps`: lanes along the sum; groups in Q8."""
+    """1 to 6 rows times 64 columns → float32 [rows, 64]. `steps`: lanes along the sum; groups in Q8.
+
+    `ahead`: two panels to bring to the cache meanwhile.
+    """
 
     def emit(height: int) -> None:
         inputs, outputs = _addresses(b, x, x_bytes, height), _addresses(b, out, out_bytes, height)
-        # Few rows leave registers for more panels.
-        width = min(PANELS, _panels_at_once(element) * (2 if height <= 2 else 1))
+        width = _panels_at_once(element, height)
         for first in range(0, PANELS, width):
             panels = [b.add(weights, b.mul(panel_bytes, const(first + at))) for at in range(width)]
+            later = _addresses(b, ahead, panel_bytes, AHEAD_PANELS) if first == 0 else []
             start = _nothing(height, width)
             if element == types.int8:
-                sums = _accumulate_groups(b, steps, inputs, panels, start)
+                sums = _accumulate_groups(b, steps, inputs, panels, later, start)
             else:
-                sums = _accumulate(b, element, steps, inputs, panels, const(VECTOR_BYTES), start)
+                sums = _accumulate(b, element, steps, inputs, panels, later, const(VECTOR_BYTES), start)
             _keep(b, sums, outputs, first)
 
     by_case(b, rows, HEIGHTS, emit)
 
 
-@instruction(NOTHING, ELEMENT, INT, ADDRESS, INT, INT, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def _four(b: Builder, table: Value, add: Value) -> list[Value]:
+    """Four addresses from int64 `table`, `add` bytes further."""
+    return [b.add(load_from(b, offset(b, table, 8 * at), i64, 8), add) for at in range(PANELS)]
+
+
+@instruction(NOTHING, ELEMENT, INT, ADDRESS, INT, INT, ADDRESS, ADDRESS, ADDRESS)
 def scores_tile(
     b: Builder,
     element: Any,
@@ -204,28 +245,31 @@ def scores_tile(
     queries: Value,
     query_bytes: Value,
     steps: Value,
-    keys_0: Value,
-    keys_1: Value,
-    keys_2: Value,
-    keys_3: Value,
+    found: Value,
+    ahead: Value,
     out: Value,
 ) -> None:
-    """1 to 6 queries times 4 groups of 16 keys, each of `steps` vectors → float32 [rows, 64]."""
-    groups = (keys_0, keys_1, keys_2, keys_3)
+    """1 to 6 queries times 4 groups of 16 keys, each of `steps` vectors → float32 [rows, 64].
+
+    `found`: address of the groups' addresses; `ahead`: of those to bring to the cache meanwhile.
+    """
+    groups, later = _four(b, found, const(0)), _four(b, ahead, const(0))
 
     def emit(height: int) -> None:
         inputs = _addresses(b, queries, query_bytes, height)
         outputs = _addresses(b, out, const(PANELS * VECTOR_BYTES), height)
-        width = _panels_at_once(element)
+        width = _panels_at_once(element, height)
         for first in range(0, PANELS, width):
-            panels = groups[first : first + width]
-            sums = _accumulate(b, element, steps, inputs, panels, const(VECTOR_BYTES), _nothing(height, width))
+            here = slice(first, first + width)
+            start = _nothing(height, width)
+            step = const(VECTOR_BYTES)
+            sums = _accumulate(b, element, steps, inputs, groups[here], later[here], step, start)
             _keep(b, sums, outputs, first)
 
     by_case(b, rows, HEIGHTS, emit)
 
 
-@instruction(NOTHING, ELEMENT, INT, INT, ADDRESS, INT, ADDRESS, ADDRESS, ADDRESS, ADDRESS, INT, ADDRESS, INT)
+@instruction(NOTHING, ELEMENT, INT, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, INT)
 def mix_tile(
     b: Builder,
     element: Any,
@@ -233,42 +277,57 @@ def mix_tile(
     panels: Value,
     weights: Value,
     weight_bytes: Value,
-    values_0: Value,
-    values_1: Value,
-    values_2: Value,
-    values_3: Value,
+    found: Value,
+    ahead: Value,
+    shift: Value,
     step_bytes: Value,
     out: Value,
     out_bytes: Value,
 ) -> None:
     """1 to 6 rows of 64 weights times the values of 4 groups of 16 tokens: added to float32 [rows, 16 · panels].
 
-    `panels`: 1 or 4, of 16 dimensions; `step_bytes`: from one lane of tokens to the next in the values of a group.
+    `found`, `ahead`: as in `scores_tile`, the values `shift` bytes further; `panels`: 1 or 4, of 16 dimensions;
+    `step_bytes`: from one lane of tokens to the next in the values of a group.
     """
     lanes = LANES // 2 if is_bf16(element) else LANES
-    groups = (values_0, values_1, values_2, values_3)
+    groups, later = _four(b, found, shift), _four(b, ahead, shift)
 
-    def emit(height: int, first: int, width: int) -> None:
+    def emit(height: int, count: int) -> None:
         inputs, outputs = _addresses(b, weights, weight_bytes, height), _addresses(b, out, out_bytes, height)
-        here = range(first, first + width)
-        sums = [[load_from(b, offset(b, row, at * VECTOR_BYTES), f32x16) for at in here] for row in outputs]
-        for number, group in enumerate(groups):
-            lanes_here = [offset(b, row, number * lanes * LANE_BYTES) for row in inputs]
-            vectors = [offset(b, group, at * VECTOR_BYTES) for at in here]
-            sums = _accumulate(b, element, const(lanes), lanes_here, vectors, step_bytes, sums)
-        _keep(b, sums, outputs, first)
+        width = min(_panels_at_once(element, height), count)
+        for first in range(0, count, width):
+            here = range(first, first + width)
+            sums = [[load_from(b, offset(b, row, at * VECTOR_BYTES), f32x16) for at in here] for row in outputs]
+            for number, (group, next_group) in enumerate(zip(groups, later)):
+                lanes_here = [offset(b, row, number * lanes * LANE_BYTES) for row in inputs]
+                vectors, following = (
+                    [offset(b, address, at * VECTOR_BYTES) for at in here] for address in (group, next_group)
+                )
+                sums = _accumulate(b, element, const(lanes), lanes_here, vectors, following, step_bytes, sums)
+            _keep(b, sums, outputs, first)
 
     def of_width(count: int) -> None:
-        width = min(_panels_at_once(element), count)
-        for first in range(0, count, width):
-            by_case(b, rows, HEIGHTS, functools.partial(emit, first=first, width=width))
+        by_case(b, rows, HEIGHTS, functools.partial(emit, count=count))
 
     by_case(b, panels, (1, PANELS), of_width)
 
 
 @kernel
 def tile_height(rows: int) -> int:
-    """Rows of the next tile, where so many are left: 8 are 4 and 4, not 6 and 2, as small tiles read the weights as
-    often and use them less."""
+    """Rows of the next tile, where so many are left: 8 are 4 and 4, not 6 and 2, as a small tile reads the weights as
+    often as a large one and uses them less."""
     tiles = (rows + MAX_ROWS - 1) // MAX_ROWS
     return (rows + tiles - 1) // tiles
+
+
+@kernel
+def fetched_beside(row: int, rows: int, weights: int, following: int, panel_bytes: int) -> int:
+    """Which two panels of the `following` columns to fetch beside the tile that begins at `row` of `rows`.
+
+    The first tile of some columns waits for memory, the second finds the weights in the cache and only computes: each
+    fetches half of the next columns, so that memory and arithmetic are busy together. One tile alone (6 rows or less)
+    is all memory, and needs no help; then, and from the third on, what is fetched is what is there.
+    """
+    if rows <= MAX_ROWS or row >= 2 * MAX_ROWS:
+        return weights
+    return following if row == 0 else following + AHEAD_PANELS * panel_bytes

@@ -7,7 +7,6 @@
     where_below where_from        lanes by their number
     even_lanes odd_lanes swapped  for pairs of lanes
     get_… put_…                   one value in memory
-    prefetch
 
 A kind of elements is named by a witness (`F32`, `BF16`, `Q8`), which a kernel takes as an argument; numba compiles the
 kernel once for each. *Packed* memory has lanes of four bytes: one float32, two bfloat16 or four int8 that are adjacent
@@ -146,6 +145,11 @@ def get_address(b: Builder, address: Value) -> Value:
 
 
 @instruction(NOTHING, ADDRESS, ADDRESS)
+def put_address(b: Builder, address: Value, value: Value) -> None:
+    store_to(b, address, value, 8)
+
+
+@instruction(NOTHING, ADDRESS, ADDRESS)
 def copy_lane(b: Builder, to: Value, source: Value) -> None:
     """Four bytes."""
     store_to(b, to, load_from(b, source, i32))
@@ -162,9 +166,8 @@ def put_zero_lane(b: Builder, to: Value) -> None:
     store_to(b, to, ir.Constant(i32, 0))
 
 
-@instruction(NOTHING, ADDRESS)
-def prefetch(b: Builder, address: Value) -> None:
-    """A hint that the line at the address is read soon."""
+def emit_prefetch(b: Builder, address: Value) -> None:
+    """A hint that the line at the address is read soon; harmless where there is none."""
     hints = [ir.Constant(i32, hint) for hint in (0, 3, 1)]
     call(b, "llvm.prefetch.p0", ir.VoidType(), [b.inttoptr(address, i8.as_pointer()), *hints])
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.ops.simd import vector
-from headrace.ops.simd.attention import attend_block, block_tokens, scratch_bytes
+from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
 from headrace.ops.simd.decoder import multiply_block
 from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES, group_bytes, store_group
 from headrace.ops.simd.instructions import LANES, kernel
@@ -125,7 +125,9 @@ def product(x: Tensor, weight: Tensor, element: Any) -> Tensor:
     for tile in range(out.shape[1] // TILE_COLUMNS):
         here = packed.data_ptr() + tile * 4 * panel_bytes
         to = out.data_ptr() + tile * TILE_COLUMNS * 4
-        multiply_block(element, given_rows.data_ptr(), row_bytes, rows, here, panel_bytes, steps, to, out.shape[1] * 4)
+        multiply_block(
+            element, given_rows.data_ptr(), row_bytes, rows, here, here, panel_bytes, steps, to, out.shape[1] * 4
+        )
     return out[:, : len(weight)]
 
 
@@ -228,22 +230,25 @@ class Pages:
         out = torch.empty_like(queries)
         scratch = torch.empty(scratch_bytes(shape.sharing, shape.head_dim), dtype=torch.uint8)
         step = block_tokens(shape.sharing)
+        head = HeadPages(
+            table=self.table.ctypes.data,
+            pages=self._pages.data_ptr(),
+            page_bytes=self._pages.stride(0) * size,
+            page_tokens=shape.page_tokens,
+            head_dim=shape.head_dim,
+            keys=0,
+            values=self._pages.stride(1) * size,
+        )
         for first in range(0, len(queries), step):
             block, into = queries[first : first + step], out[first:]
             attend_block(
                 WITNESSES[self._dtype],
+                head,
                 block.data_ptr(),
                 shape.sharing * shape.head_dim * size,
                 len(block),
                 position + first,
                 shape.sharing,
-                shape.head_dim,
-                self.table.ctypes.data,
-                self._pages.data_ptr(),
-                self._pages.stride(0) * size,
-                shape.page_tokens,
-                0,
-                self._pages.stride(1) * size,
                 shape.head_dim**-0.5,
                 shape.window,
                 shape.cap,

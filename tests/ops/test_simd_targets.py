@@ -19,11 +19,9 @@ HERE = Path(__file__).parent
 TARGETS = {
     # No SIMD that LLVM would not have to make up: what any 64-bit CPU runs.
     "generic": ("generic", ""),
-    "avx2": ("x86-64-v3", ""),
-    # 512 bits wide, but no dot products of bfloat16 and int8.
-    "avx512": ("x86-64-v4", ""),
+    "avx2": ("x86-64-v3", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2"),
 }
-WANTED_FLAGS = {"generic": "", "avx2": "avx2", "avx512": "avx512vl"}
+WANTED_FLAGS = {"generic": "", "avx2": "avx2"}
 IN_X86 = platform.machine() == "x86_64"
 
 
