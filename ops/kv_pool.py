@@ -74,8 +74,8 @@ class KvPool:
         self.table[slots, indices] = pages
 
     def begun_pages(self, slots: I32, before: I32, after: I32) -> I32:
-        """Of rows that grow from `before` to `after` tokens, the pages that get their first tokens and will not be full:
-        they must be cleared. Raises ValueError where the table lacks a page for any of the rows' tokens."""
+        """Of rows that grow from `before` to `after` tokens, the pages that get their first tokens and will not be
+        full: they must be cleared. Raises ValueError where the table lacks a page for any of the rows' tokens."""
         if not len(slots):
             return slots
         last = (after - 1) // self.page_tokens

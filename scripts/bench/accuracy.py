@@ -24,8 +24,9 @@ from headrace.ops.device_worker import DTYPES
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model
-from headrace.ops.simd.compiler import prepare
+from headrace.ops.simd.compiler import Elements, prepare
 from headrace.ops.step_kv import StepKv
+from headrace.ops.streams import cpu_streams
 from headrace.ops.wire import BatchRing, Counts, ForwardBatch, GroupShape, RingGeometry
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, cache_folder, resolve
 from headrace.server.text import TextService
@@ -76,7 +77,7 @@ class Forced:
             batch = self._batch(start, len(chunk))
             places = {layer: (0, layer) for layer in range(self._model.config.layers)}
             positions = torch.from_numpy(batch.positions.astype(np.int64))
-            kv = StepKv(batch, [self._pool], places, {})
+            kv = StepKv(batch, [self._pool], places, {}, cpu_streams().compute)
             hidden = self._model.forward(torch.tensor(chunk), positions, kv, torch.arange(len(chunk)))
             for rows in hidden.split(64):  # type: ignore[no-untyped-call]
                 found += self._model.logits(rows).argmax(-1).tolist()
@@ -93,7 +94,7 @@ class Forced:
 
 def load(path: str, mode: str, threads: int, code: str) -> Model:
     kernels, _, kind = mode.partition("-")
-    dtype = "float32" if kind == "float32" else "bfloat16"
+    dtype: Elements = "float32" if kind == "float32" else "bfloat16"
     if kernels == "torch":
         return load_model(path, DTYPES[dtype], CONTEXT_TOKENS, lambda done, total: None)
     prepare("q8" if kind == "q8" else dtype, dtype, code, lambda done, total: None)

@@ -116,7 +116,7 @@ def all_heads(
 BF16_WITNESS: Final = BF16
 
 
-def fastest_us(run: Callable[[int], None], turns: int) -> float:
+def fastest_us(run: Callable[[int], object], turns: int) -> float:
     """CPU time of one turn; `run(turn)`."""
     run(0)
     best = float("inf")

@@ -26,7 +26,7 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.sampler import Sampler
-from headrace.ops.simd.compiler import prepare
+from headrace.ops.simd.compiler import Elements, prepare
 from headrace.ops.step import StepRunner
 from headrace.ops.streams import cpu_streams
 from headrace.ops.warm_up import StepProbe, StepShape
@@ -72,10 +72,11 @@ class Report(msgspec.Struct):
 
 def load(path: str, mode: str, threads: int, code: str) -> Model:
     kernels, _, kind = mode.partition("-")
-    dtype = DTYPES["float32" if kind == "float32" else "bfloat16"]
+    kv: Elements = "float32" if kind == "float32" else "bfloat16"
+    dtype = DTYPES[kv]
     if kernels == "torch":
         return load_model(path, dtype, max(PROMPTS), lambda done, total: None)
-    prepare(kind, "float32" if kind == "float32" else "bfloat16", code, _tell_compiling)  # type: ignore[arg-type]
+    prepare("q8" if kind == "q8" else kv, kv, code, _tell_compiling)
     return load_compiled(path, dtype, kind == "q8", max(PROMPTS), threads, lambda done, total: None)
 
 

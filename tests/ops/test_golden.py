@@ -137,13 +137,13 @@ def test_b24_in_bfloat16_and_q8_ids_are_the_same_alone_and_batched_in_chunks(
     model_file: Path, quantization: str
 ) -> None:
     driver = Driver(model_file, num_pages=80, dtype="bfloat16", kernels="compiled", quantization=quantization)
-    alone = {}
+    alone: dict[int, list[int]] = {}
     for slot, case in enumerate(CASES):
         driver.begin(SlotInit(slot, case.prompt_ids))
         alone |= decode(driver, prefill(driver, {slot: case.prompt_ids}, 64), 64)
     for slot, case in enumerate(CASES):
         driver.begin(SlotInit(slot, case.prompt_ids))
-    prompts = {slot: case.prompt_ids for slot, case in enumerate(CASES)}
+    prompts: dict[int, Sequence[int]] = {slot: case.prompt_ids for slot, case in enumerate(CASES)}
     assert decode(driver, prefill(driver, prompts, 7), 64) == alone
 
 
