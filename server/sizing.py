@@ -21,9 +21,9 @@ from headrace.server.hardware import Hardware
 if TYPE_CHECKING:
     from rich.table import Table
 
-RUNTIME_BYTES: Final = 450 << 20
-"""Python, torch and their libraries in all processes: the server 60 MiB and its tokenizer 50, the worker 170, a text
-worker 110 (measured), and room to breathe."""
+RUNTIME_BYTES: Final = 550 << 20
+"""Python, torch and their libraries in all processes: the server 60 MiB and its tokenizer 50, the worker 170 and its
+compiler 110, a text worker 110 (measured), and room to breathe."""
 SPARE_FRACTION: Final = 0.05
 """Of the free memory, left alone: page tables, sockets, and everybody else."""
 DEFAULT_POOL_BYTES: Final = 1 << 30
@@ -55,6 +55,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
 
     dtype: Literal["float32", "bfloat16"]
     kernels: Literal["compiled", "torch"]
+    quantization: str
     layout: KvLayout
     num_pages: tuple[int, ...]
     """Device pages of each layer group."""
@@ -121,6 +122,7 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
     return MemoryPlan(
         dtype=needs.dtype,
         kernels=needs.kernels,
+        quantization=settings.quantization,
         layout=needs.layout,
         num_pages=(pages,) * len(needs.layout.groups),
         pool_tokens=pool_tokens,
@@ -313,7 +315,8 @@ def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_
     table.add_column(justify="right")
     table.add_column()
     pool = f"{plan.pool_tokens} tokens in {plan.num_pages[0]} pages of {plan.layout.page_tokens}"
-    table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {plan.dtype}")
+    kept = plan.dtype if plan.quantization == "none" else plan.quantization
+    table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {kept}")
     table.add_row("KV cache", size_text(plan.pool_bytes), pool)
     if host_tier_bytes:
         tokens = host_tier_bytes * plan.pool_tokens // plan.pool_bytes

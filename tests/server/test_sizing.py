@@ -98,6 +98,31 @@ def test_float32_takes_twice_the_bytes_of_bfloat16() -> None:
     assert wide.layout.page_bytes(0) == 2 * narrow.layout.page_bytes(0)
 
 
+def test_q8_weights_take_little_more_than_half_of_bfloat16() -> None:
+    half, quarter = (plan_memory(LARGE, Settings(quantization=kept), machine(64)) for kept in ("none", "q8"))
+    # The embedding table stays in bfloat16: its rows are looked up, not multiplied.
+    assert 0.55 < quarter.weights_bytes / half.weights_bytes < 0.6
+
+
+def test_heads_that_fill_no_vector_are_computed_by_torch_unless_that_contradicts_the_settings() -> None:
+    narrow = msgspec.structs.replace(SMALL, head_dim=72, rotary_dim=72)
+    assert plan_memory(SMALL, Settings(), machine(16)).kernels == "compiled"
+    assert plan_memory(narrow, Settings(), machine(16)).kernels == "torch"
+    for settings in (Settings(cpu_kernels="compiled"), Settings(quantization="q8")):
+        with pytest.raises(BadSetting, match="have 72 dimensions, which is no multiple of 16"):
+            plan_memory(narrow, settings, machine(16))
+
+
+def test_another_architecture_gets_torch() -> None:
+    other = msgspec.structs.replace(machine(16), architecture="riscv64")
+    assert plan_memory(SMALL, Settings(), other).kernels == "torch"
+
+
+def test_q8_and_torch_contradict_each_other() -> None:
+    with pytest.raises(BadSetting, match="--quantization q8 needs the compiled kernels"):
+        plan_memory(SMALL, Settings(quantization="q8", cpu_kernels="torch"), machine(16))
+
+
 def test_the_default_pool_is_a_gib_or_a_quarter_of_what_is_free() -> None:
     assert GIB - 368_640 < plan(16).pool_bytes <= GIB
     assert plan(3).pool_bytes < 0.75 * GIB
