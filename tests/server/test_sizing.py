@@ -167,9 +167,9 @@ def test_no_more_than_the_models_context_can_be_asked_for() -> None:
 
 
 def test_b27_a_context_that_cannot_be_held_names_one_that_can() -> None:
-    message = refusal(1.1, context_length=8192)
+    message = refusal(1.2, context_length=8192)
     change = advised(message)
-    assert plan(1.1, **change).max_context_tokens == change["context_length"]
+    assert plan(1.2, **change).max_context_tokens == change["context_length"]
 
 
 def test_b27_a_pool_too_large_names_one_that_fits() -> None:
