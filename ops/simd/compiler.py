@@ -7,9 +7,11 @@ and numba's version; inside it, numba tells programs of different CPUs apart.
 from __future__ import annotations
 
 import hashlib
+import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numba
 import numpy as np
@@ -20,23 +22,23 @@ from headrace.ops.simd.vector import BF16, F32, Q8
 
 Elements: TypeAlias = Literal["float32", "bfloat16", "q8"]
 
-WITNESSES: dict[str, Any] = {"float32": F32, "bfloat16": BF16, "q8": Q8}
+_log: Final = logging.getLogger("headrace.worker")
+WITNESSES: Final[dict[str, Any]] = {"float32": F32, "bfloat16": BF16, "q8": Q8}
 
 
 def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[int, int], None]) -> None:
     """Have the program for weights of `elements` and KV of `kv` ready.
 
-    `folder`: where compiled code is kept; empty: nowhere but in this process. `progress(done, total)` is called with
-    kernels, if there is something to compile. Raises OSError where the folder can't be written.
+    `folder`: where compiled code is kept; empty, or not to be written: nowhere but in this process, until its end.
+    `progress(done, total)` is called with kernels, if there is something to compile.
     """
-    if folder:
-        own = Path(folder) / _digest()
-        own.mkdir(parents=True, exist_ok=True)
-        # Read by numba when the program is imported, which is below.
+    own = _writable(Path(folder) / _digest()) if folder else None
+    if own is not None:
+        # Read by numba when it makes the program's cache.
         numba.config.CACHE_DIR = str(own)
     from headrace.ops.simd import decoder
 
-    if folder:
+    if own is not None:
         decoder.run.enable_caching()
     with event.install_listener("numba:compile", _Listener(progress, len(instructions.KERNELS))):
         tables = types.int64[::1], types.int64[:, ::1], types.float64[::1]
@@ -58,6 +60,17 @@ class _Listener(event.Listener):  # type: ignore[misc]
     def on_end(self, event: object) -> None:
         self._done += 1
         self._progress(min(self._done, self._total), self._total)
+
+
+def _writable(folder: Path) -> Path | None:
+    """The folder, made if need be; None, with a line in the log, where it can't be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as problem:
+        _log.warning("compiled kernels are not kept (%s): every start compiles them anew. See HEADRACE_CACHE", problem)
+        return None
 
 
 def _digest() -> str:
