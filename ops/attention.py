@@ -63,8 +63,6 @@ class AttentionPlan(NamedTuple):
 
     write: Tensor
     """int64 [tokens, 2 · kv_heads], into a layer seen as [num_pages · 2 · kv_heads · page_tokens, head_dim]."""
-    begun_pages: I32
-    """Pages that get their first tokens in this step and will not be full after it."""
     singles: list[SingleTokenRows]
     chunks: list[ChunkRow]
 
@@ -78,7 +76,6 @@ def plan_attention(batch: ForwardBatch, pool: KvPool) -> AttentionPlan:
     alone = len(groups) == 1 and len(groups[0]) == batch.counts.tokens
     return AttentionPlan(
         write=_write_rows(batch, pool, lengths),
-        begun_pages=_begun_pages(batch, pool, lengths),
         singles=[_single_rows(batch, pool, np.sort(group) if alone else group, alone) for group in groups],
         chunks=[part for row in np.flatnonzero(lengths > 1) for part in _chunk_rows(batch, pool, int(row))],
     )
@@ -181,13 +178,6 @@ def _write_rows(batch: ForwardBatch, pool: KvPool, lengths: I32) -> Tensor:
     planes = 2 * pool.shape.kv_heads
     first = pages * (planes * pool.page_tokens) + batch.positions % pool.page_tokens
     return torch.from_numpy(first[:, None] + np.arange(planes) * pool.page_tokens)
-
-
-def _begun_pages(batch: ForwardBatch, pool: KvPool, lengths: I32) -> I32:
-    last = (batch.row_kv_len - 1) // pool.page_tokens
-    begun = (last * pool.page_tokens >= batch.row_kv_len - lengths) & (batch.row_kv_len % pool.page_tokens != 0)
-    pages: I32 = pool.table[batch.row_slot[begun], last[begun]]
-    return pages
 
 
 def _pages(pool: KvPool, slots: NDArray[np.integer] | np.integer, indices: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -28,9 +28,8 @@ def prepare_cpu(threads: int) -> None:
         mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
 
 
-def device_name() -> str:
+def device_name(threads: int) -> str:
     """What a person would call this CPU, and how many threads compute on it."""
-    threads = torch.get_num_threads()
     return f"{_cpu_model()}, {threads} thread{'s' if threads > 1 else ''}"
 
 

@@ -25,7 +25,7 @@ from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
-from headrace.ops.models.registry import load_model
+from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.sampler import Sampler
 from headrace.ops.step import BackedUp, Sampled, StepRunner
 from headrace.ops.streams import Streams, cpu_streams
@@ -53,6 +53,7 @@ from headrace.ops.wire import (
 Phase: TypeAlias = Literal["new", "loaded", "ready", "failed"]
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+QUANTIZATIONS: Final = ("none", "q8")
 PROGRESS_STEPS: Final = 50
 """Messages that a load sends at most."""
 
@@ -155,9 +156,10 @@ class DeviceWorker:
     def _load(self, start: Start) -> Model:
         if start.dtype not in DTYPES:
             raise CannotServe(f"--dtype {start.dtype} is not supported: use {' or '.join(DTYPES)}")
-        if start.quantization != "none":
-            raise CannotServe(f"--quantization {start.quantization} is not supported on this device: use none")
-        prepare_cpu(start.threads)
+        if start.quantization not in QUANTIZATIONS or (start.quantization != "none" and start.kernels != "compiled"):
+            raise CannotServe(
+                f"--quantization {start.quantization} is not supported with --cpu-kernels {start.kernels}: use none"
+            )
         reported = 0
 
         def progress(done: int, total: int) -> None:
@@ -166,7 +168,37 @@ class DeviceWorker:
                 reported = done
                 self._reply(Progress("weights", done, total))
 
-        return load_model(start.model_path, DTYPES[start.dtype], start.max_context_tokens, progress)
+        dtype, quantized = DTYPES[start.dtype], start.quantization == "q8"
+        if start.kernels == "torch":
+            prepare_cpu(start.threads)
+            return load_model(start.model_path, dtype, start.max_context_tokens, progress)
+        # torch only draws ids: its threads would wait for work by spinning, on the cores of the kernels' threads.
+        prepare_cpu(1)
+        self._compile(start)
+        threads = start.threads
+        return load_compiled(start.model_path, dtype, quantized, start.max_context_tokens, threads, progress)
+
+    def _compile(self, start: Start) -> None:
+        try:
+            from headrace.ops.simd.compiler import prepare
+        except ImportError as problem:
+            raise CannotServe(
+                f"the compiled kernels need numba, which can't be imported ({problem}). Install it, or give "
+                "--cpu-kernels torch"
+            ) from problem
+        kv: Final = "float32" if start.dtype == "float32" else "bfloat16"
+        prepare(
+            "q8" if start.quantization == "q8" else kv,
+            kv,
+            start.kernel_cache,
+            self._tell_compiling,
+        )
+
+    def _tell_compiling(self, done: int, total: int) -> None:
+        """A line for each tenth: it takes 10 to 20 s, once."""
+        if done * 10 // total > (done - 1) * 10 // total:
+            share = done * 100 // total // 10 * 10
+            self._reply(Progress(f"compiling kernels for this CPU, once: {share} %", done, total))
 
     def _make_pools(self, command: MakePools) -> None:
         start = self._start_command
@@ -191,7 +223,8 @@ class DeviceWorker:
         if command.warm_up_tokens:
             costs = measure_steps(self._runner, pools, start.ring.vocab, command.warm_up_tokens)
         self._phase = "ready"
-        self._reply(Ready(costs, device_name(), start.dtype))
+        numerics = "row-exact" if start.kernels == "compiled" else start.dtype
+        self._reply(Ready(costs, device_name(start.threads), numerics))
 
     def _host_pages(self, start: Start, pools: list[KvPool]) -> HostPages | None:
         if self._host_buffer is None or not start.host_slot_bytes:

@@ -73,6 +73,19 @@ class KvPool:
                 raise ValueError(f"a page-table edit has a {name} outside {least}..{most - 1}")
         self.table[slots, indices] = pages
 
+    def begun_pages(self, slots: I32, before: I32, after: I32) -> I32:
+        """Of rows that grow from `before` to `after` tokens, the pages that get their first tokens and will not be
+        full: they must be cleared. Raises ValueError where the table lacks a page for any of the rows' tokens."""
+        if not len(slots):
+            return slots
+        last = (after - 1) // self.page_tokens
+        used = self.table[slots[:, None], np.minimum(np.arange(int(last.max()) + 1), last[:, None])]
+        if used.min() < 0:
+            raise ValueError("the page table has no page for a position that the batch uses")
+        begun = (last * self.page_tokens >= before) & (after % self.page_tokens != 0)
+        pages: I32 = self.table[slots[begun], last[begun]]
+        return pages
+
     def clear(self, pages: I32) -> None:
         """Zero pages that a request begins to fill.
 

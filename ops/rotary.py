@@ -18,12 +18,12 @@ class Rotary:
         # In float64: the angle of a late position loses 3 digits in float32.
         steps = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         angles = torch.outer(torch.arange(positions, dtype=torch.float64), steps)
-        self._turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        self.table = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
         self._rotary_dim = rotary_dim
 
     def turns(self, positions: Tensor) -> Tensor:
         """int64 [tokens] → complex64 [tokens, 1, rotary_dim / 2]: the same for all layers and heads of a step."""
-        return self._turns.index_select(0, positions).unsqueeze(1)
+        return self.table.index_select(0, positions).unsqueeze(1)
 
     def rotate_(self, heads: Tensor, turns: Tensor) -> None:
         """Turn `heads` `[tokens, heads, head_dim]`, float32 or bfloat16, in place (computed in float32)."""

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from headrace.ops import accesses
-from headrace.ops.attention import attend, plan_attention
 from headrace.ops.kv_copy import HostPages, PageLoad, back_up
 from headrace.ops.kv_pool import KvPool
-from headrace.ops.models.model import Attention, Model
+from headrace.ops.models.model import Model
 from headrace.ops.sampler import Sampler
 from headrace.ops.sampling import best_log_probabilities, log_probabilities
+from headrace.ops.step_kv import StepKv
 from headrace.ops.streams import Event, Streams
 from headrace.ops.wire import I32, MAX_LOGPROBS, U32, Backup, ForwardBatch, StepResults
 
@@ -198,7 +198,7 @@ class StepRunner:
         hidden = self._model.forward(
             self._input_ids(batch),
             torch.from_numpy(batch.positions.astype(np.int64)),
-            self._attention(batch, arrivals),
+            StepKv(batch, self._pools, self._places, arrivals, self._streams.compute),
             torch.from_numpy(keep),
         )
         samples = batch.counts.samples
@@ -206,24 +206,6 @@ class StepRunner:
         if not samples:
             return self._no_logits()
         return self._model.logits(hidden[:samples])
-
-    def _attention(self, batch: ForwardBatch, arrivals: dict[int, Event]) -> Attention:
-        compute = self._streams.compute
-        plans = []
-        for group, pool in enumerate(self._pools):
-            plan = plan_attention(batch, pool)
-            compute.uses(partial(accesses.clearing, batch.step, group, pool, plan.begun_pages))
-            pool.clear(plan.begun_pages)
-            plans.append(plan)
-
-        def attention(layer: int, qkv: Tensor) -> Tensor:
-            group, index = self._places[layer]
-            if layer in arrivals:
-                compute.wait(arrivals[layer])
-            compute.uses(partial(accesses.attention, batch, group, self._pools[group], index))
-            return attend(self._pools[group], index, qkv, plans[group])
-
-        return attention
 
     def _input_ids(self, batch: ForwardBatch) -> Tensor:
         self._streams.compute.uses(partial(accesses.inputs, batch))

@@ -102,7 +102,7 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     dtype: str
     """"float32" or "bfloat16": of weights, activations and KV."""
     quantization: str
-    """"none"; "q8" comes with the CPU kernels."""
+    """"none", or "q8": int8 with a scale per 32 values, of weights and activations; only with compiled kernels."""
     threads: int
     max_slots: int
     """Request slots: rows of the page tables, of `future_tokens` and of the sampler state."""
@@ -112,6 +112,10 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     groups: list[GroupShape]
     host_slot_bytes: int = 0
     """Stride of a page in the host pool, 0 without one (its memfd is passed at spawn)."""
+    kernels: str = "torch"
+    """"compiled" (`ops.simd`) or "torch": who computes the layers; they lay a page's bytes out differently."""
+    kernel_cache: str = ""
+    """Folder of compiled code; empty: none is kept."""
 
 
 class MakePools(msgspec.Struct, tag="pools", frozen=True):

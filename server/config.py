@@ -62,7 +62,8 @@ def _text(allowed: str, pattern: str) -> Rule:
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 Device: TypeAlias = Literal["auto", "cpu"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
-Quantization: TypeAlias = Literal["none"]
+Quantization: TypeAlias = Literal["none", "q8"]
+CpuKernels: TypeAlias = Literal["auto", "compiled", "torch"]
 SchedulePolicy: TypeAlias = Literal["least-work", "fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
@@ -88,6 +89,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "device": _one_of(Device),
     "dtype": _one_of(Dtype),
     "quantization": _one_of(Quantization),
+    "cpu_kernels": _one_of(CpuKernels),
     "cpu_threads": _whole(1, 1024),
     "context_length": _whole(2, 1 << 24),
     "max_total_tokens": _whole(1, 1 << 31),
@@ -167,6 +169,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     device: Device = "auto"
     dtype: Dtype = "auto"
     quantization: Quantization = "none"
+    cpu_kernels: CpuKernels = "auto"
     cpu_threads: int | None = None
     context_length: int | None = None
     max_total_tokens: int | None = None

@@ -48,7 +48,18 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
     "device and precision": (
         Flag("device", "DEVICE", "What the model runs on."),
         Flag("dtype", "DTYPE", "Of weights, activations and KV; auto is bfloat16 where the CPU has it in hardware."),
-        Flag("quantization", "METHOD", "How weights are kept; none unpacks them to --dtype."),
+        Flag(
+            "quantization",
+            "METHOD",
+            "How products are computed: none is in --dtype; q8 in int8 with a scale for every 32 weights and every 32 "
+            "activations, which takes half of bfloat16's memory. KV stays in --dtype.",
+        ),
+        Flag(
+            "cpu_kernels",
+            "WHICH",
+            "Who computes on a CPU: compiled is numba code made for this CPU, whose results for a request depend on "
+            "its own tokens alone, bit for bit; torch runs any shape. auto is compiled where that can be.",
+        ),
         Flag(
             "cpu_threads",
             "THREADS",

@@ -22,6 +22,8 @@ class Hardware(msgspec.Struct, frozen=True):
     """The machine, as far as this process may use it."""
 
     cpu_name: str
+    architecture: str
+    """As `uname -m` says: x86_64, aarch64, …"""
     cores: int
     """Cores the scheduler may place us on at once: the affinity mask, or less under a CPU quota."""
     ram_bytes: int
@@ -50,6 +52,7 @@ def read_hardware(root: Path = Path("/"), affinity: int | None = None) -> Hardwa
     name, features = _cpu(root)
     return Hardware(
         cpu_name=name,
+        architecture=platform.machine(),
         cores=cores,
         ram_bytes=ram_bytes,
         available_bytes=available_bytes,

@@ -70,7 +70,7 @@ def serve(settings: Settings) -> int:
             model = ModelConfig.from_gguf(file)
             check_tokenizer(file, path)
             plan = plan_memory(model, settings, hardware)
-            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization)
+            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
             tiers = plan_tiers(settings, plan, hardware, fingerprint)
             Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes))
             options = engine_options(settings, path, model, plan, fingerprint, tiers)
@@ -135,6 +135,8 @@ def engine_options(
             for group in layout.groups
         ],
         host_slot_bytes=tiers.slot_bytes,
+        kernels=plan.kernels,
+        kernel_cache=str(settings.cache / "kernels"),
     )
     return EngineOptions(
         layout=layout,
@@ -235,8 +237,8 @@ def _priorities(settings: Settings) -> Priorities:
 
 
 def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSettings:
-    decided = {"dtype": plan.dtype, "cpu_threads": plan.cpu_threads, "max_total_tokens": plan.pool_tokens}
-    decided |= {"host_tier_bytes": tiers.host_bytes}
+    decided = {"dtype": plan.dtype, "cpu_kernels": plan.kernels, "cpu_threads": plan.cpu_threads}
+    decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}
     return ApiSettings(
         model_name=settings.model_name,
         host=settings.host,

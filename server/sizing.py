@@ -7,6 +7,7 @@ model's operations keep alive at once.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -20,9 +21,9 @@ from headrace.server.hardware import Hardware
 if TYPE_CHECKING:
     from rich.table import Table
 
-RUNTIME_BYTES: Final = 450 << 20
-"""Python, torch and their libraries in all processes: the server 60 MiB and its tokenizer 50, the worker 170, a text
-worker 110 (measured), and room to breathe."""
+RUNTIME_BYTES: Final = 550 << 20
+"""Python, torch and their libraries in all processes: the server 60 MiB and its tokenizer 50, the worker 170 and its
+compiler 110, a text worker 110 (measured), and room to breathe."""
 SPARE_FRACTION: Final = 0.05
 """Of the free memory, left alone: page tables, sockets, and everybody else."""
 DEFAULT_POOL_BYTES: Final = 1 << 30
@@ -37,6 +38,11 @@ DEFAULT_QUEUED_TOKENS: Final = 262_144
 SMALLEST_POOL_TOKENS: Final = 256
 """A cache that memory alone leaves smaller than this is no server."""
 
+COMPILED_ARCHITECTURES: Final = ("x86_64", "aarch64")
+"""For which kernels are compiled: with instructions for bfloat16 and int8 where the CPU has them, else without."""
+Q8_GROUP_BYTES: Final = 36
+"""32 int8 weights and their float32 scale."""
+_log: Final = logging.getLogger("headrace.sizing")
 _VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
@@ -48,6 +54,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     """What the server will run with, and the bytes of each part."""
 
     dtype: Literal["float32", "bfloat16"]
+    kernels: Literal["compiled", "torch"]
+    quantization: str
     layout: KvLayout
     num_pages: tuple[int, ...]
     """Device pages of each layer group."""
@@ -79,6 +87,7 @@ class _Needs(msgspec.Struct, frozen=True):
     """What is settled before the size of the pool."""
 
     dtype: Literal["float32", "bfloat16"]
+    kernels: Literal["compiled", "torch"]
     context_tokens: int
     chunk_tokens: int
     layout: KvLayout
@@ -112,6 +121,8 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
     chunk_tokens = min(needs.chunk_tokens, pool_tokens)
     return MemoryPlan(
         dtype=needs.dtype,
+        kernels=needs.kernels,
+        quantization=settings.quantization,
         layout=needs.layout,
         num_pages=(pages,) * len(needs.layout.groups),
         pool_tokens=pool_tokens,
@@ -150,6 +161,25 @@ def _dtype(settings: Settings, hardware: Hardware) -> Literal["float32", "bfloat
     if settings.dtype != "auto":
         return settings.dtype
     return "bfloat16" if hardware.bfloat16 else "float32"
+
+
+def _kernels(model: ModelConfig, settings: Settings, hardware: Hardware) -> Literal["compiled", "torch"]:
+    if settings.cpu_kernels == "torch":
+        if settings.quantization != "none":
+            raise BadSetting(
+                f"--quantization {settings.quantization} needs the compiled kernels: leave --cpu-kernels torch out, or "
+                "give --quantization none."
+            )
+        return "torch"
+    lacking = model.not_compiled
+    if not lacking and hardware.architecture not in COMPILED_ARCHITECTURES:
+        lacking = f"this is a {hardware.architecture} CPU, not {' or '.join(COMPILED_ARCHITECTURES)}"
+    if not lacking:
+        return "compiled"
+    if settings.cpu_kernels == "compiled" or settings.quantization != "none":
+        raise BadSetting(f"The compiled kernels can't run {model.name}: {lacking}. Give --cpu-kernels torch instead.")
+    _log.info("the compiled kernels can't run %s (%s): torch computes instead", model.name, lacking)
+    return "torch"
 
 
 def _threads(settings: Settings, hardware: Hardware) -> int:
@@ -226,14 +256,15 @@ def _pages_of_fraction(fraction: float, hardware: Hardware, needs: _Needs) -> in
 
 
 def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs:
-    dtype = _dtype(settings, hardware)
+    dtype, kernels = _dtype(settings, hardware), _kernels(model, settings, hardware)
     context_tokens = _context(model, settings)
     chunk_tokens = _chunk(settings, context_tokens)
-    weights_bytes = _weights_bytes(model, dtype)
+    weights_bytes = _weights_bytes(model, dtype, settings.quantization)
     workspace_bytes = _workspace_bytes(model, settings.max_running_requests, chunk_tokens, context_tokens)
     room_bytes = int(hardware.available_bytes * (1 - SPARE_FRACTION)) - weights_bytes - workspace_bytes - RUNTIME_BYTES
     return _Needs(
         dtype=dtype,
+        kernels=kernels,
         context_tokens=context_tokens,
         chunk_tokens=chunk_tokens,
         layout=kv_layout(model, dtype, settings.page_size),
@@ -247,12 +278,12 @@ def _has_room(needs: _Needs) -> bool:
     return needs.most_pages >= needs.layout.pages(SMALLEST_POOL_TOKENS)
 
 
-def _weights_bytes(model: ModelConfig, dtype: str) -> int:
-    values = model.parameters
-    if model.tied_embeddings:
-        # The table is read by row as an embedding and kept once more, packed, as the output projection.
-        values += model.vocab_size * model.hidden
-    return values * _VALUE_BYTES[dtype]
+def _weights_bytes(model: ModelConfig, dtype: str, quantization: str) -> int:
+    table = model.vocab_size * model.hidden
+    # The table is read by row as an embedding; what is multiplied is kept packed, a tied table once more.
+    multiplied = model.parameters - (0 if model.tied_embeddings else table)
+    packed_bytes = multiplied * Q8_GROUP_BYTES // 32 if quantization == "q8" else multiplied * _VALUE_BYTES[dtype]
+    return table * _VALUE_BYTES[dtype] + packed_bytes
 
 
 def _workspace_bytes(model: ModelConfig, rows: int, chunk_tokens: int, context_tokens: int) -> int:
@@ -284,7 +315,8 @@ def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_
     table.add_column(justify="right")
     table.add_column()
     pool = f"{plan.pool_tokens} tokens in {plan.num_pages[0]} pages of {plan.layout.page_tokens}"
-    table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {plan.dtype}")
+    kept = plan.dtype if plan.quantization == "none" else plan.quantization
+    table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {kept}")
     table.add_row("KV cache", size_text(plan.pool_bytes), pool)
     if host_tier_bytes:
         tokens = host_tier_bytes * plan.pool_tokens // plan.pool_bytes

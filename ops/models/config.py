@@ -55,6 +55,14 @@ class ModelConfig(msgspec.Struct, frozen=True):
     window_tokens: int = 0
     """Sliding-window attention over so many tokens; 0 is full attention."""
 
+    @property
+    def not_compiled(self) -> str:
+        """Why the compiled kernels (`ops.simd`) can't run the model; empty where they can."""
+        for name, size in (("heads", self.head_dim), ("rotated parts of heads", self.rotary_dim)):
+            if size % 16:
+                return f"its {name} have {size} dimensions, which is no multiple of 16"
+        return ""
+
     @classmethod
     def from_gguf(cls, file: GgufFile) -> ModelConfig:
         """Raises UnsupportedModel, also when tensors are missing, too many, or of another shape than they should be."""

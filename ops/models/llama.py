@@ -8,11 +8,11 @@ from torch import Tensor
 from headrace.ops.activation import silu_mul
 from headrace.ops.linear import Linear, pack_linear
 from headrace.ops.models.config import ModelConfig
-from headrace.ops.models.model import Attention
 from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.norm import RmsNorm
 from headrace.ops.output import OutputProjection
 from headrace.ops.rotary import Rotary
+from headrace.ops.step_kv import StepKv
 
 
 class LlamaLayer:
@@ -59,19 +59,15 @@ class Llama:
         layers = sum(layer.size_bytes for layer in self._layers)
         return self._embedding.nbytes + layers + self._norm.size_bytes + self._output.size_bytes
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: Attention, keep: Tensor) -> Tensor:
-        """Run the tokens through all layers.
-
-        `ids`, `positions`: int64 [tokens]; `keep`: int64 [kept], the tokens whose result is wanted → `[kept, hidden]`,
-        normed. `attention(layer, qkv)` writes the layer's keys and values and attends.
-        """
+    def forward(self, ids: Tensor, positions: Tensor, kv: StepKv, keep: Tensor) -> Tensor:
+        """→ `[kept, hidden]`, normed."""
         rotated_heads = self.config.heads + self.config.kv_heads
         turns = self._rotary.turns(positions)
         x = self._embedding.index_select(0, ids).float()
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(layer.attention_norm(x))
             self._rotary.rotate_(qkv.view(len(qkv), -1, self.config.head_dim)[:, :rotated_heads], turns)
-            attended = attention(index, qkv)
+            attended = kv.attend(index, qkv)
             if index == self.config.layers - 1:
                 # Nothing reads what the other tokens would become now that the last layer's KV is written.
                 x, attended = x.index_select(0, keep), attended.index_select(0, keep)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor
 
 from headrace.ops.models.config import ModelConfig
-
-Attention: TypeAlias = Callable[[int, Tensor], Tensor]
-"""`(layer, qkv [tokens, (heads + 2 · kv_heads) · head_dim])` → `[tokens, heads · head_dim]`."""
+from headrace.ops.step_kv import StepKv
 
 
 class Model(Protocol):
@@ -22,8 +19,12 @@ class Model(Protocol):
     def size_bytes(self) -> int:
         """Bytes of all weights in memory."""
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: Attention, keep: Tensor) -> Tensor:
-        """int64 `[tokens]` twice, int64 `[kept]` → `[kept, hidden]`."""
+    def forward(self, ids: Tensor, positions: Tensor, kv: StepKv, keep: Tensor) -> Tensor:
+        """Run the tokens through all layers, which write and read their KV.
+
+        `ids`, `positions`: int64 [tokens]; `keep`: int64 [kept], the tokens whose result is wanted → `[kept, width]`,
+        what `logits` takes.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """→ float32 `[rows, vocab]`."""
+        """→ float32 `[rows, vocab]`, the caller's until the next call."""

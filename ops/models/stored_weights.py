@@ -27,10 +27,10 @@ class StoredWeights:
         self._count(info.size_bytes)
         return tensor
 
-    def fused(self, names: Sequence[str]) -> Tensor:
-        """Several projections of the same input as one: `[sum of out, in]`."""
+    def fused(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Tensor:
+        """Several projections of the same input as one: `[sum of out, in]`, by default in the dtype of the layers."""
         parts = [self._file.tensors[name] for name in names]
-        fused = torch.empty((sum(part.shape[0] for part in parts), parts[0].shape[1]), dtype=self.dtype)
+        fused = torch.empty((sum(part.shape[0] for part in parts), parts[0].shape[1]), dtype=dtype or self.dtype)
         start = 0
         for part in parts:
             dequantize_into(part.kind, self._file.bytes_of(part), fused[start : start + part.shape[0]])

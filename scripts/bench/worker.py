@@ -1,17 +1,16 @@
-"""Speed of the device worker's steps, in this process: decode at 1, 8 and 32 streams, prefill of 512 and 2048 tokens;
-and how long one copy of pages to the host holds the stream between decode steps of 8 streams.
+"""Speed of the device worker's steps, in this process: decode at 1, 8 and 32 streams, prefill of 512 and 2048 tokens.
 
-Nothing of a server takes part, so this is the bound of what a server on this machine can reach:
+Nothing of a server takes part, so this is the bound of what a server on this machine can reach. The modes take turns,
+step by step, so that what else the machine does falls on all of them; the last column compares each with the first.
 
     python scripts/bench/worker.py --threads 2 --json worker.json
+    python scripts/bench/worker.py --mode torch-bfloat16 --mode compiled-bfloat16 --mode compiled-q8
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
-import random
 import statistics
 import sys
 import time
@@ -19,37 +18,38 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 import torch
 
 from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.device_worker import DTYPES
-from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
-from headrace.ops.models.registry import load_model
+from headrace.ops.models.model import Model
+from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.sampler import Sampler
+from headrace.ops.simd.compiler import Elements, prepare
 from headrace.ops.step import StepRunner
 from headrace.ops.streams import cpu_streams
 from headrace.ops.warm_up import StepProbe, StepShape
-from headrace.ops.wire import Backup, GroupShape
-from headrace.sched.budget import CopyPace
+from headrace.ops.wire import GroupShape
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, cache_folder, resolve
 
 CONTEXT_TOKENS: Final = 192
 STREAMS: Final = (1, 8, 32)
-COPIES: Final = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 PROMPTS: Final = (512, 2048)
 PAGE_TOKENS: Final = 16
 SHAPES: Final = [
     *(StepShape(rows, 0, CONTEXT_TOKENS) for rows in STREAMS),
     *(StepShape(0, tokens, 0) for tokens in PROMPTS),
 ]
+MODES: Final = ("torch-float32", "compiled-float32", "torch-bfloat16", "compiled-bfloat16", "compiled-q8")
+DEFAULT_MODES: Final = ("torch-bfloat16", "compiled-bfloat16", "compiled-q8")
+FEWEST_STEPS: Final = 3
 
 
 class Speed(msgspec.Struct):
-    """One shape in one dtype; the spread is from the fastest to the slowest repeat."""
+    """One shape in one mode; the spread is from the fastest to the slowest repeat."""
 
-    dtype: str
+    mode: str
     decode_rows: int
     prefill_tokens: int
     context_tokens: int
@@ -57,20 +57,9 @@ class Speed(msgspec.Struct):
     fastest_ms: float
     slowest_ms: float
     tokens_per_s: float
-
-
-class CopySpeed(msgspec.Struct):
-    """Copies of one size; `size` is "paced" for what the engine would choose from copy to copy. On a machine that is
-    shared, the clock counts the turns of others too; the process's own time is in `cpu_p99_ms`."""
-
-    dtype: str
-    size: str
-    pages: float
-    megabytes: float
-    p50_ms: float
-    p99_ms: float
-    max_ms: float
-    cpu_p99_ms: float
+    """Of the median step."""
+    ratio: float
+    """Of the first mode's fastest step to this one's: the steps that were disturbed least."""
 
 
 class Report(msgspec.Struct):
@@ -79,100 +68,87 @@ class Report(msgspec.Struct):
     model: str
     load_s: dict[str, float]
     speeds: list[Speed]
-    copies: list[CopySpeed]
 
 
-def measure(model: str, dtype: str, seconds: float) -> tuple[float, list[Speed], list[CopySpeed]]:
-    """→ seconds that loading took, the speed of each shape, and that of copies to the host."""
-    began = time.perf_counter()
-    loaded = load_model(model, DTYPES[dtype], max(PROMPTS), lambda done, total: None)
-    load_s = time.perf_counter() - began
-    config = loaded.config
-    group = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
-    pages = max(max(STREAMS) * (CONTEXT_TOKENS // PAGE_TOKENS + 1), max(PROMPTS) // PAGE_TOKENS)
-    pool = KvPool(group, pages, PAGE_TOKENS, max(STREAMS), max(PROMPTS), DTYPES[dtype])
-    page_bytes = len(group.layers) * pool.layer_elements * pool.pages.element_size()
-    buffer = mmap.mmap(-1, pages * page_bytes)
-    buffer.write(bytes(len(buffer)))
-    host = HostPages(buffer, page_bytes, DTYPES[dtype])
-    runner = StepRunner(loaded, [pool], Sampler(max(STREAMS), config.vocab_size), host, cpu_streams())
-    probe = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
-    speeds = [_speed(probe, dtype, shape, seconds) for shape in SHAPES]
-    copies = [_copies(runner, probe, dtype, f"{size >> 20} MiB", page_bytes, pages, seconds) for size in COPIES]
-    return load_s, speeds, [*copies, _copies(runner, probe, dtype, "paced", page_bytes, pages, 2 * seconds)]
+def load(path: str, mode: str, threads: int, code: str) -> Model:
+    kernels, _, kind = mode.partition("-")
+    kv: Elements = "float32" if kind == "float32" else "bfloat16"
+    dtype = DTYPES[kv]
+    if kernels == "torch":
+        return load_model(path, dtype, max(PROMPTS), lambda done, total: None)
+    prepare("q8" if kind == "q8" else kv, kv, code, _tell_compiling)
+    return load_compiled(path, dtype, kind == "q8", max(PROMPTS), threads, lambda done, total: None)
 
 
-def _copies(
-    runner: StepRunner, probe: StepProbe, dtype: str, size: str, page_bytes: int, num_pages: int, seconds: float
-) -> CopySpeed:
-    """One copy behind each decode step of 8 streams, as the engine sends them; the first ten are not counted."""
-    pace, rng, shape = CopyPace(page_bytes), random.Random(0), StepShape(8, 0, CONTEXT_TOKENS)
-    fixed = 0 if size == "paced" else max(1, (int(size.split()[0]) << 20) // page_bytes)
-    times_ms: list[float] = []
-    cpu_ms: list[float] = []
-    sizes: list[int] = []
-    end = time.perf_counter() + seconds
-    while len(times_ms) < 30 or time.perf_counter() < end:
-        count = fixed or pace.pages
+def measure(path: str, modes: list[str], threads: int, seconds: float, code: str, report: Report) -> None:
+    """Fill the report."""
+    probes = {}
+    for mode in modes:
+        began = time.perf_counter()
+        model = load(path, mode, threads, code)
+        report.load_s[mode] = time.perf_counter() - began
+        config = model.config
+        group = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
+        pages = max(max(STREAMS) * (CONTEXT_TOKENS // PAGE_TOKENS + 1), max(PROMPTS) // PAGE_TOKENS)
+        dtype = DTYPES["float32" if mode.endswith("float32") else "bfloat16"]
+        pool = KvPool(group, pages, PAGE_TOKENS, max(STREAMS), max(PROMPTS), dtype)
+        runner = StepRunner(model, [pool], Sampler(max(STREAMS), config.vocab_size), None, cpu_streams())
+        probes[mode] = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
+    for shape in SHAPES:
+        report.speeds += _speeds(probes, shape, seconds)
+
+
+def _speeds(probes: dict[str, StepProbe], shape: StepShape, seconds: float) -> list[Speed]:
+    times_ms: dict[str, list[float]] = {mode: [] for mode in probes}
+    for probe in probes.values():
         probe.run(shape)
-        device, to = rng.sample(range(num_pages), count), rng.sample(range(num_pages), count)
-        began = time.process_time()
-        backup = runner.back_up(Backup(1, 0, device, to))
-        backup.done.query()
-        times_ms.append(backup.copy.spent_ms)
-        cpu_ms.append((time.process_time() - began) * 1e3)
-        sizes.append(count)
-        pace.observe(count, times_ms[-1])
-    pages = statistics.fmean(sizes[10:])
-    p50_ms, p99_ms, max_ms = np.percentile(times_ms[10:], (50, 99, 100)).tolist()
-    cpu_p99_ms = float(np.percentile(cpu_ms[10:], 99))
-    return CopySpeed(dtype, size, pages, pages * page_bytes / 1e6, p50_ms, p99_ms, max_ms, cpu_p99_ms)
+    end = time.perf_counter() + seconds * len(probes)
+    while len(times_ms[next(iter(probes))]) < FEWEST_STEPS or time.perf_counter() < end:
+        for mode, probe in probes.items():
+            times_ms[mode].append(probe.run(shape))
+    first = min(times_ms[next(iter(probes))])
+    speeds = []
+    for mode, taken_ms in times_ms.items():
+        median_ms, fastest_ms = statistics.median(taken_ms), min(taken_ms)
+        rate = shape.tokens / median_ms * 1e3
+        speeds.append(Speed(mode, *shape, median_ms, fastest_ms, max(taken_ms), rate, first / fastest_ms))
+    return speeds
 
 
-def _speed(probe: StepProbe, dtype: str, shape: StepShape, seconds: float) -> Speed:
-    probe.run(shape)
-    times_ms: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times_ms) < 3 or time.perf_counter() < end:
-        times_ms.append(probe.run(shape))
-    median_ms = statistics.median(times_ms)
-    return Speed(dtype, *shape, median_ms, min(times_ms), max(times_ms), shape.tokens / median_ms * 1e3)
+def _tell_compiling(done: int, total: int) -> None:
+    if done in (1, total):
+        print(f"compiling kernels for this CPU: {done} of {total}", file=sys.stderr)
 
 
 def _print(report: Report) -> None:
     print(f"{report.device}, torch {report.torch}, {report.model}")
-    print(f"{'':12}{'step':>16}{'tok/s':>9}{'median ms':>12}{'fastest':>10}{'slowest':>10}")
+    print(f"{'':18}{'step':>14}{'tok/s':>9}{'median ms':>12}{'fastest':>10}{'slowest':>10}{'ratio':>8}")
     for speed in report.speeds:
         what = f"prefill {speed.prefill_tokens}" if speed.prefill_tokens else f"{speed.decode_rows} streams"
-        times = f"{speed.median_ms:>12.1f}{speed.fastest_ms:>10.1f}{speed.slowest_ms:>10.1f}"
-        print(f"{speed.dtype:12}{what:>16}{speed.tokens_per_s:>9.0f}{times}")
-    print(f"\n{'':12}{'copy to host':>16}{'pages':>9}{'MB':>7}{'median ms':>12}{'p99':>10}{'max':>10}{'CPU p99':>10}")
-    for copy in report.copies:
-        times = f"{copy.p50_ms:>12.2f}{copy.p99_ms:>10.2f}{copy.max_ms:>10.2f}{copy.cpu_p99_ms:>10.2f}"
-        print(f"{copy.dtype:12}{copy.size:>16}{copy.pages:>9.1f}{copy.megabytes:>7.1f}{times}")
-    for dtype, load_s in report.load_s.items():
-        print(f"loading in {dtype}: {load_s:.2f} s")
+        times = f"{speed.median_ms:>12.1f}{speed.fastest_ms:>10.1f}{speed.slowest_ms:>10.1f}{speed.ratio:>8.2f}"
+        print(f"{speed.mode:18}{what:>14}{speed.tokens_per_s:>9.0f}{times}")
+    for mode, load_s in report.load_s.items():
+        print(f"loading {mode}: {load_s:.2f} s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file or a model's name")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="all cores by default")
-    parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="both by default")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each shape, at least three steps")
+    parser.add_argument("--mode", choices=MODES, action="append", help=f"by default {', '.join(DEFAULT_MODES)}")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each shape and mode, at least three steps")
     parser.add_argument("--json", type=Path, help="write the report to this file too")
     arguments = parser.parse_args()
+    cache = cache_folder(os.environ)
     try:
-        model = str(resolve(arguments.model, cache_folder(os.environ)))
+        model = str(resolve(arguments.model, cache))
     except ModelProblem as problem:
         sys.exit(str(problem))
     prepare_cpu(arguments.threads)
-    report = Report(device_name(), str(torch.__version__), Path(model).name, {}, [], [])
+    report = Report(device_name(arguments.threads), str(torch.__version__), Path(model).name, {}, [])
+    modes = arguments.mode or list(DEFAULT_MODES)
     with torch.inference_mode():
-        for dtype in arguments.dtype or DTYPES:
-            report.load_s[dtype], speeds, copies = measure(model, dtype, arguments.seconds)
-            report.speeds += speeds
-            report.copies += copies
+        measure(model, modes, arguments.threads, arguments.seconds, str(cache / "kernels"), report)
     _print(report)
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))

@@ -61,8 +61,8 @@ async def _torture(seed: int, requests: int, shape: WorldShape | None, check_eve
         async with asyncio.TaskGroup() as clients:
             schedule = _Schedule(world, rng, lambda work: clients.create_task(work))
             await asyncio.sleep(world.shape.start_ms / 1e3 + 0.1)
-            # In a crowd somebody always holds the shared prefixes; where few ask at a time, a flush takes them, and what
-            # is asked next comes from storage.
+            # In a crowd somebody always holds the shared prefixes; where few ask at a time, a flush takes them, and
+            # what is asked next comes from storage.
             few = rng.random() < 0.3
             pressure = 2 if few else 4 + world.shape.slots * rng.choice((1, 2, 4))
             bursts = (1, 1, 2) if few else (1, 2, 4, 16, 64)

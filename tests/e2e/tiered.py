@@ -101,7 +101,7 @@ async def tiered_engine(model_file: Path, directory: Path, **changed: Any) -> As
     try:
         model = ModelConfig.from_gguf(file)
         plan = plan_memory(model, settings, hardware)
-        fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization)
+        fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
     finally:
         file.close()
     tiers = plan_tiers(settings, plan, hardware, fingerprint)

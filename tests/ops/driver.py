@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from headrace.ops.wire import (
     StepDone,
     StepResults,
 )
+from headrace.server.models import cache_folder
 
 RING_SLOTS = 3
 
@@ -77,6 +79,7 @@ def start_command(config: ModelConfig, model: Path, ring: RingGeometry, **change
         max_context_tokens=min(config.context_tokens, 1024),
         page_tokens=16,
         ring=ring,
+        kernel_cache=str(cache_folder(os.environ) / "kernels"),
         groups=[GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)],
     )
     return msgspec.structs.replace(start, **changes)

@@ -91,8 +91,9 @@ def check(shape: Shape, rows: list[Row], dtype: torch.dtype, tolerance: float) -
     queries = torch.randn((batch.counts.tokens, heads, shape.head_dim), generator=random).to(dtype)
     new = torch.cat([context[row.prefix :] for row, context in zip(rows, contexts)])
     qkv = torch.cat((queries.flatten(1), new.flatten(1)), dim=1)
+    before = batch.row_kv_len - np.diff(batch.row_start)
+    pool.clear(pool.begun_pages(batch.row_slot, before, batch.row_kv_len))
     plan = plan_attention(batch, pool)
-    pool.clear(plan.begun_pages)
     out = attend(pool, 1, qkv, plan).view(-1, heads, shape.head_dim)
     for at, (row, context) in enumerate(zip(rows, contexts)):
         tokens = slice(int(batch.row_start[at]), int(batch.row_start[at + 1]))

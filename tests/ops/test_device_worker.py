@@ -72,7 +72,8 @@ def test_ready_names_the_device_and_its_numerics(small_model: Path) -> None:
     ("changes", "says"),
     [
         ({"dtype": "float16"}, "--dtype float16 is not supported: use float32 or bfloat16"),
-        ({"quantization": "q8"}, "--quantization q8 is not supported"),
+        ({"quantization": "q8"}, "--quantization q8 is not supported with --cpu-kernels torch"),
+        ({"quantization": "q4", "kernels": "compiled"}, "--quantization q4 is not supported"),
         ({"model_path": "/nowhere/model.gguf"}, "/nowhere/model.gguf"),
         ({"max_context_tokens": 4096}, "--context-length 4096 is longer than the 1024 tokens"),
         ({"groups": [GroupShape("window", 64, [0, 1], 2, 16)]}, "one group of full attention"),

@@ -13,6 +13,7 @@ from ops.small_llama import SmallLlama
 
 from headrace.ops.kv_copy import HostPages, PageLoad, back_up
 from headrace.ops.kv_pool import KvPool
+from headrace.ops.step_kv import StepKv
 from headrace.ops.wire import GroupShape, StepFailed
 
 SHAPE = GroupShape("full", 0, [0, 1, 2], 2, 8)
@@ -96,8 +97,9 @@ def test_a_request_goes_on_from_pages_that_were_on_the_host(small_model: Path, s
     assert driver.drawn(step)[1] == small_llama.logits(prompt)[-1].argmax()
 
 
-def test_each_layer_is_loaded_when_it_is_about_to_compute(small_model: Path) -> None:
-    driver = Driver(small_model, host_pool=bytearray(16384), host_slot_bytes=16384)
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+def test_each_layer_is_loaded_when_it_is_about_to_compute(small_model: Path, kernels: str) -> None:
+    driver = Driver(small_model, host_pool=bytearray(16384), host_slot_bytes=16384, kernels=kernels)
     driver.begin(SlotInit(0))
     driver.begin(SlotInit(1))
     driver.run(Feed(0, list(range(16)), sample=False))
@@ -113,18 +115,21 @@ def test_each_layer_is_loaded_when_it_is_about_to_compute(small_model: Path) -> 
     model = driver.worker._model
     forward = model.forward
 
-    def watched(ids: torch.Tensor, positions: torch.Tensor, attention: object, keep: torch.Tensor) -> torch.Tensor:
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            watch(layer)
-            out: torch.Tensor = attention(layer, qkv)  # type: ignore[operator]
-            watch(layer)
-            return out
+    def watched(ids: torch.Tensor, positions: torch.Tensor, kv: StepKv, keep: torch.Tensor) -> torch.Tensor:
+        bring = kv.bring
 
-        return forward(ids, positions, attend, keep)
+        def watched_bring(layer: int) -> tuple[KvPool, int]:
+            watch(layer)
+            place = bring(layer)
+            watch(layer)
+            return place
+
+        kv.bring = watched_bring  # type: ignore[method-assign]
+        return forward(ids, positions, kv, keep)
 
     model.forward = watched  # type: ignore[method-assign]
     driver.run(Feed(1, [3]), loads=[(0, loaded)])
-    # Layer, and whether the old bytes are still in layer 0 and 1: before and after each layer's attention.
+    # Layer, and whether the old bytes are still in layer 0 and 1: before and after each layer's load.
     assert seen == [[0, True, True], [0, False, True], [1, False, True], [1, False, False]]
 
 

@@ -53,7 +53,7 @@ def test_text_from_the_command_line_becomes_numbers() -> None:
         ("host", "http://0.0.0.0", "an address or a host name alone"),
         ("served_model_name", "a\nb", "a name"),
         ("model_path", "", "`headrace models list`"),
-        ("quantization", "awq", "give none"),
+        ("quantization", "awq", "none or q8"),
         ("schedule_policy", "priority", "least-work, fcfs, lpm, dfs-weight, lof, random or hrrn"),
         ("target_itl_ms", "0", "ms from 1 to 10000"),
         ("priority_scheduling_preemption_threshold", "-1", "a whole number from 0"),

@@ -54,6 +54,7 @@ LARGE = msgspec.structs.replace(
 def machine(free_gib: float, cores: int = 8, bfloat16: bool = True) -> Hardware:
     return Hardware(
         cpu_name="a CPU",
+        architecture="x86_64",
         cores=cores,
         ram_bytes=max(int(free_gib * GIB), 64 * GIB),
         available_bytes=int(free_gib * GIB),
@@ -95,6 +96,31 @@ def test_float32_takes_twice_the_bytes_of_bfloat16() -> None:
     wide, narrow = plan(dtype="float32"), plan(dtype="bfloat16")
     assert wide.weights_bytes == 2 * narrow.weights_bytes
     assert wide.layout.page_bytes(0) == 2 * narrow.layout.page_bytes(0)
+
+
+def test_q8_weights_take_little_more_than_half_of_bfloat16() -> None:
+    half, quarter = (plan_memory(LARGE, Settings(quantization=kept), machine(64)) for kept in ("none", "q8"))
+    # The embedding table stays in bfloat16: its rows are looked up, not multiplied.
+    assert 0.55 < quarter.weights_bytes / half.weights_bytes < 0.6
+
+
+def test_heads_that_fill_no_vector_are_computed_by_torch_unless_that_contradicts_the_settings() -> None:
+    narrow = msgspec.structs.replace(SMALL, head_dim=72, rotary_dim=72)
+    assert plan_memory(SMALL, Settings(), machine(16)).kernels == "compiled"
+    assert plan_memory(narrow, Settings(), machine(16)).kernels == "torch"
+    for settings in (Settings(cpu_kernels="compiled"), Settings(quantization="q8")):
+        with pytest.raises(BadSetting, match="have 72 dimensions, which is no multiple of 16"):
+            plan_memory(narrow, settings, machine(16))
+
+
+def test_another_architecture_gets_torch() -> None:
+    other = msgspec.structs.replace(machine(16), architecture="riscv64")
+    assert plan_memory(SMALL, Settings(), other).kernels == "torch"
+
+
+def test_q8_and_torch_contradict_each_other() -> None:
+    with pytest.raises(BadSetting, match="--quantization q8 needs the compiled kernels"):
+        plan_memory(SMALL, Settings(quantization="q8", cpu_kernels="torch"), machine(16))
 
 
 def test_the_default_pool_is_a_gib_or_a_quarter_of_what_is_free() -> None:
@@ -141,9 +167,9 @@ def test_no_more_than_the_models_context_can_be_asked_for() -> None:
 
 
 def test_b27_a_context_that_cannot_be_held_names_one_that_can() -> None:
-    message = refusal(1.1, context_length=8192)
+    message = refusal(1.2, context_length=8192)
     change = advised(message)
-    assert plan(1.1, **change).max_context_tokens == change["context_length"]
+    assert plan(1.2, **change).max_context_tokens == change["context_length"]
 
 
 def test_b27_a_pool_too_large_names_one_that_fits() -> None:

@@ -1,0 +1,255 @@
+"""Llama on a CPU, by the compiled program of `ops.simd`: a call a layer.
+
+A row's bits depend on its own tokens alone: not on its batch-mates, on the number of rows or threads, on where a chunk
+ends, nor on where its prefix's pages came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.stored_weights import StoredWeights
+from headrace.ops.rotary import Rotary
+from headrace.ops.simd.attention import block_tokens, scratch_bytes
+from headrace.ops.simd.compiler import Elements
+from headrace.ops.simd.decoder import (
+    ATTEND,
+    MLP,
+    OUTPUT,
+    SCRATCH_TILE_BYTES,
+    Constant,
+    LayerField,
+    StepField,
+)
+from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
+from headrace.ops.simd.packing import pack, paired, quantize, round_up
+from headrace.ops.simd.program import Program
+from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
+from headrace.ops.simd.vector import VECTOR_BYTES
+from headrace.ops.step_kv import StepKv
+
+F32_BYTES: Final = 4
+ROOM_ROWS: Final = 64
+"""Buffers grow by whole multiples of so many rows."""
+
+
+class CompiledLlama:
+    """The model of one file. `weights.dtype` is the KV's; the residual stream is float32."""
+
+    def __init__(
+        self, weights: StoredWeights, config: ModelConfig, context_tokens: int, quantized: bool, threads: int
+    ) -> None:
+        """`context_tokens`: the longest context that will be asked for."""
+        assert config.rope_pairs == "interleaved", "the program turns interleaved pairs"
+        kv: Elements = "float32" if weights.dtype == torch.float32 else "bfloat16"
+        self.config = config
+        self._elements: Elements = "q8" if quantized else kv
+        self._kv_dtype = weights.dtype
+        self._pack: Callable[[Tensor], Tensor] = quantize if quantized else pack
+        # What is quantized should not be rounded before.
+        self._source = torch.float32 if quantized else weights.dtype
+        self._packed: list[Tensor] = []
+        self._buffers: dict[StepField, Tensor] = {}
+        self._program = Program(self._elements, kv, config.layers, threads)
+        self._embedding = weights.read("token_embd.weight", weights.dtype)
+        for layer in range(config.layers):
+            self._read_layer(weights, layer)
+        tied = config.tied_embeddings
+        output = self._embedding if tied else weights.read("output.weight", self._source)
+        step = self._program.step
+        step[StepField.OUTPUT_WEIGHTS] = self._kept(self._pack(output))
+        step[StepField.OUTPUT_NORM] = self._norm(weights, "output_norm.weight")
+        self._rotary = Rotary(context_tokens, config.rotary_dim, config.rope_theta)
+        step[StepField.TURNS] = self._rotary.table.data_ptr()
+        self._set_sizes()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._embedding.nbytes + sum(packed.nbytes for packed in self._packed)
+
+    def close(self) -> None:
+        """End the program's threads."""
+        self._program.stop()
+
+    def forward(self, ids: Tensor, positions: Tensor, kv: StepKv, keep: Tensor) -> Tensor:
+        """→ float32 `[kept, width]`, before the last norm; `positions` are the batch's."""
+        step, layers, tokens = self._program.step, self.config.layers, len(ids)
+        self._make_room(tokens)
+        x = self._buffers[StepField.X]
+        x[:tokens, : self.config.hidden] = self._embedding.index_select(0, ids)
+        step[StepField.TOKENS] = tokens
+        used = self._describe(kv)
+        for layer in range(layers):
+            pool, index = kv.bring(layer)
+            step[StepField.LAYER] = layer
+            step[StepField.PAGES] = pool.layer(index).data_ptr()
+            if layer < layers - 1:
+                self._program.run(ATTEND | MLP)
+        # Nothing reads what the other tokens would become now that the last layer's KV is written.
+        self._program.run(ATTEND)
+        del used
+        for field in (StepField.X, StepField.ATTENDED):
+            rows = self._buffers[field]
+            rows[: len(keep)] = rows.index_select(0, keep)
+        step[StepField.TOKENS] = len(keep)
+        self._program.run(MLP)
+        return x[: len(keep)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, width]` → float32 `[rows, vocab]`."""
+        step = self._program.step
+        self._make_room(len(hidden), StepField.LOGITS)
+        x, step[StepField.X] = step[StepField.X], hidden.data_ptr()
+        step[StepField.TOKENS] = len(hidden)
+        self._program.run(OUTPUT)
+        step[StepField.X] = x
+        return self._buffers[StepField.LOGITS][: len(hidden), : self.config.vocab_size]
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Weights
+
+    def _read_layer(self, weights: StoredWeights, layer: int) -> None:
+        def read(*names: str) -> Tensor:
+            return weights.fused([f"blk.{layer}.{name}.weight" for name in names], self._source)
+
+        row = self._program.layers[layer]
+        row[LayerField.ATTENTION_NORM] = self._norm(weights, f"blk.{layer}.attn_norm.weight")
+        row[LayerField.QKV] = self._kept(self._pack(read("attn_q", "attn_k", "attn_v")))
+        row[LayerField.OUTPUT] = self._kept(self._pack(read("attn_output")))
+        row[LayerField.MLP_NORM] = self._norm(weights, f"blk.{layer}.ffn_norm.weight")
+        row[LayerField.GATE_UP] = self._kept(self._pack(paired(read("ffn_gate"), read("ffn_up"))))
+        row[LayerField.DOWN] = self._kept(self._pack(read("ffn_down")))
+
+    def _norm(self, weights: StoredWeights, name: str) -> int:
+        weight = weights.read(name, torch.float32)
+        return self._kept(torch.nn.functional.pad(weight, (0, -len(weight) % GROUP)))
+
+    def _kept(self, tensor: Tensor) -> int:
+        """Keep the tensor as long as the model → its address."""
+        self._packed.append(tensor)
+        return tensor.data_ptr()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Tables
+
+    def _set_sizes(self) -> None:
+        config, step = self.config, self._program.step
+        attended = config.heads * config.head_dim
+        qkv = attended + 2 * config.kv_heads * config.head_dim
+        value_bytes = self._kv_dtype.itemsize
+        sharing = config.heads // config.kv_heads
+        scratch = max(scratch_bytes(sharing, config.head_dim), SCRATCH_TILE_BYTES)
+        for field, value in (
+            (StepField.WIDTH, config.hidden),
+            (StepField.HEADS, config.heads),
+            (StepField.KV_HEADS, config.kv_heads),
+            (StepField.HEAD_DIM, config.head_dim),
+            (StepField.ROTARY_DIM, config.rotary_dim),
+            (StepField.WINDOW, config.window_tokens),
+            (StepField.X_BYTES, round_up(config.hidden, TILE_COLUMNS) * F32_BYTES),
+            (StepField.ROWS_BYTES, self._input_bytes(config.hidden)),
+            (StepField.QKV_BYTES, round_up(qkv, TILE_COLUMNS) * F32_BYTES),
+            (StepField.QUERY_BYTES, attended * value_bytes),
+            (StepField.ATTENDED_BYTES, round_up(attended, GROUP) * value_bytes),
+            (StepField.ATTENDED_INPUT_BYTES, self._input_bytes(attended)),
+            (StepField.ACT_BYTES, self._input_bytes(config.intermediate)),
+            (StepField.LOGITS_BYTES, round_up(config.vocab_size, TILE_COLUMNS) * F32_BYTES),
+            (StepField.WIDTH_STEPS, self._steps(config.hidden)),
+            (StepField.ATTENDED_STEPS, self._steps(attended)),
+            (StepField.ACT_STEPS, self._steps(config.intermediate)),
+            (StepField.QKV_TILES, -(-qkv // TILE_COLUMNS)),
+            (StepField.WIDTH_TILES, -(-config.hidden // TILE_COLUMNS)),
+            (StepField.GATE_UP_TILES, -(-config.intermediate // GROUP)),
+            (StepField.LOGITS_TILES, -(-config.vocab_size // TILE_COLUMNS)),
+            (StepField.WIDTH_PANEL_BYTES, self._panel_bytes(config.hidden)),
+            (StepField.ATTENDED_PANEL_BYTES, self._panel_bytes(attended)),
+            (StepField.ACT_PANEL_BYTES, self._panel_bytes(config.intermediate)),
+            (StepField.BLOCK_TOKENS, block_tokens(sharing)),
+            (StepField.SCRATCH_BYTES, round_up(scratch, 4096)),
+        ):
+            step[field] = value
+        self._scratch = torch.zeros(int(step[StepField.SCRATCH_BYTES]) * self._program.threads, dtype=torch.uint8)
+        step[StepField.SCRATCH] = self._scratch.data_ptr()
+        constants = self._program.constants
+        constants[Constant.NORM_EPSILON] = config.norm_eps
+        constants[Constant.SCORE_SCALE] = config.head_dim**-0.5
+
+    def _input_bytes(self, width: int) -> int:
+        """Of a row of `width` values as inputs of a product."""
+        group = Q8_GROUP_BYTES if self._elements == "q8" else GROUP * self._kv_dtype.itemsize
+        return -(-width // GROUP) * group
+
+    def _steps(self, width: int) -> int:
+        groups = -(-width // GROUP)
+        return groups if self._elements == "q8" else groups * GROUP * self._kv_dtype.itemsize // F32_BYTES
+
+    def _panel_bytes(self, width: int) -> int:
+        """Of 16 columns of weights that sum over `width` values."""
+        if self._elements == "q8":
+            return -(-width // GROUP) * Q8_WEIGHT_BYTES
+        return self._steps(width) * VECTOR_BYTES
+
+    def _make_room(self, rows: int, *fields: StepField) -> None:
+        """Buffers of at least so many rows: the given ones, or all but the logits."""
+        step = self._program.step
+        for field in fields or _BUFFERS:
+            buffer = self._buffers.get(field)
+            if buffer is None or len(buffer) < rows:
+                row_bytes = int(step[_ROW_BYTES[field]])
+                dtype = self._kv_dtype if field is StepField.ATTENDED else torch.float32
+                # Zeros: products read rows to the end of their last group.
+                buffer = torch.zeros((round_up(rows, ROOM_ROWS), row_bytes), dtype=torch.uint8).view(dtype)
+                self._buffers[field] = buffer
+                step[field] = buffer.data_ptr()
+        if self._elements != "q8":
+            step[StepField.ATTENDED_INPUT] = step[StepField.ATTENDED]
+
+    def _describe(self, kv: StepKv) -> tuple[object, ...]:
+        """Tell the program which rows attend to which pages → the arrays that must outlive the layers."""
+        batch, step = kv.batch, self._program.step
+        pool, _ = kv.place(0)
+        lengths = np.diff(batch.row_start)
+        rows = np.arange(len(lengths), dtype=np.int32)
+        token_row = np.repeat(rows, lengths)
+        block = int(step[StepField.BLOCK_TOKENS])
+        blocks = -(-lengths // block)
+        item_row = np.repeat(rows, blocks)
+        first_item = np.repeat(np.cumsum(blocks) - blocks, blocks)
+        item_token = (batch.row_start[item_row] + (np.arange(len(item_row)) - first_item) * block).astype(np.int32)
+        tables = pool.table.ctypes.data + batch.row_slot.astype(np.int64) * pool.table.strides[0]
+        plane_bytes = pool.page_tokens * pool.shape.head_dim * self._kv_dtype.itemsize
+        arrays = {
+            StepField.ITEM_ROW: item_row,
+            StepField.ITEM_TOKEN: item_token,
+            StepField.ROW_START: batch.row_start,
+            StepField.ROW_KV_LEN: batch.row_kv_len,
+            StepField.TOKEN_ROW: token_row,
+            StepField.POSITIONS: batch.positions,
+            StepField.TABLES: tables,
+        }
+        for field, array in arrays.items():
+            step[field] = array.ctypes.data
+        step[StepField.ITEMS] = len(item_row)
+        step[StepField.PAGE_TOKENS] = pool.page_tokens
+        step[StepField.HEAD_PLANE_BYTES] = plane_bytes
+        step[StepField.PAGE_BYTES] = 2 * pool.shape.kv_heads * plane_bytes
+        return tuple(arrays.values())
+
+
+_ROW_BYTES: Final = {
+    StepField.X: StepField.X_BYTES,
+    StepField.ROWS: StepField.ROWS_BYTES,
+    StepField.QKV: StepField.QKV_BYTES,
+    StepField.QUERIES: StepField.QUERY_BYTES,
+    StepField.ATTENDED: StepField.ATTENDED_BYTES,
+    StepField.ATTENDED_INPUT: StepField.ATTENDED_INPUT_BYTES,
+    StepField.ACT: StepField.ACT_BYTES,
+    StepField.LOGITS: StepField.LOGITS_BYTES,
+}
+_BUFFERS: Final = tuple(field for field in _ROW_BYTES if field is not StepField.LOGITS)

@@ -1,0 +1,81 @@
+"""Compiles a decoder's program, or loads what was compiled before.
+
+Compiling takes 10 to 15 s, loading 0.3. What was compiled lies in a folder named after a digest of the kernels' sources
+and numba's version; inside it, numba tells programs of different CPUs apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numba
+import numpy as np
+from numba.core import event, types
+
+from headrace.ops.simd import instructions
+from headrace.ops.simd.vector import BF16, F32, Q8
+
+Elements: TypeAlias = Literal["float32", "bfloat16", "q8"]
+
+_log: Final = logging.getLogger("headrace.worker")
+WITNESSES: Final[dict[str, Any]] = {"float32": F32, "bfloat16": BF16, "q8": Q8}
+
+
+def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[int, int], None]) -> None:
+    """Have the program for weights of `elements` and KV of `kv` ready.
+
+    `folder`: where compiled code is kept; empty, or not to be written: nowhere but in this process, until its end.
+    `progress(done, total)` is called with kernels, if there is something to compile.
+    """
+    own = _writable(Path(folder) / _digest()) if folder else None
+    if own is not None:
+        # Read by numba when it makes the program's cache.
+        numba.config.CACHE_DIR = str(own)
+    from headrace.ops.simd import decoder
+
+    if own is not None:
+        decoder.run.enable_caching()
+    with event.install_listener("numba:compile", _Listener(progress, len(instructions.KERNELS))):
+        tables = types.int64[::1], types.int64[:, ::1], types.float64[::1]
+        witnesses = (numba.typeof(WITNESSES[name]) for name in (elements, kv))
+        decoder.run.compile((*witnesses, *tables, types.int64))
+
+
+class _Listener(event.Listener):  # type: ignore[misc]
+    """Counts kernels as they are compiled."""
+
+    def __init__(self, progress: Callable[[int, int], None], total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+
+    def on_start(self, event: object) -> None:
+        pass
+
+    def on_end(self, event: object) -> None:
+        self._done += 1
+        self._progress(min(self._done, self._total), self._total)
+
+
+def _writable(folder: Path) -> Path | None:
+    """The folder, made if need be; None, with a line in the log, where it can't be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as problem:
+        _log.warning("compiled kernels are not kept (%s): every start compiles them anew. See HEADRACE_CACHE", problem)
+        return None
+
+
+def _digest() -> str:
+    """numba itself looks at the time of one of the files only."""
+    digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

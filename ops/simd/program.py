@@ -1,0 +1,58 @@
+"""The compiled program of a decoder, with its tables and threads.
+
+in     addresses and sizes, written into `step`; jobs
+out    a job's effects in the memory that the tables name
+state  the tables; helper threads, which sleep between jobs
+owner  the thread that made it: the worker's main thread
+ready  when `run` returns
+end    `stop` ends the helper threads
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from headrace.ops.simd import decoder
+from headrace.ops.simd.compiler import WITNESSES, Elements
+from headrace.ops.simd.decoder import STOP, Constant, LayerField, StepField
+from headrace.ops.simd.team import begin_job, new_cells
+
+
+class Program:
+    """A decoder for weights of `elements` and KV of `kv`."""
+
+    def __init__(self, elements: Elements, kv: Elements, layers: int, threads: int) -> None:
+        self._witnesses = WITNESSES[elements], WITNESSES[kv]
+        self._cells = new_cells()
+        self.step = np.zeros(len(StepField), np.int64)
+        self.layers = np.zeros((layers, len(LayerField)), np.int64)
+        self.constants = np.zeros(len(Constant), np.float64)
+        self.step[StepField.CELLS] = self._cells.ctypes.data
+        self.step[StepField.THREADS] = threads
+        self._helpers = [
+            threading.Thread(target=self._execute, args=(thread,), name=f"kernels-{thread}", daemon=True)
+            for thread in range(1, threads)
+        ]
+        for helper in self._helpers:
+            helper.start()
+
+    @property
+    def threads(self) -> int:
+        return 1 + len(self._helpers)
+
+    def run(self, job: int) -> None:
+        """Run a job on all threads."""
+        self.step[StepField.JOB] = job
+        self._execute(0)
+
+    def stop(self) -> None:
+        """End the helper threads; no job can be run afterwards."""
+        self.step[StepField.JOB] = STOP
+        begin_job(self._cells.ctypes.data, self.threads)
+        for helper in self._helpers:
+            helper.join()
+
+    def _execute(self, thread: int) -> None:
+        decoder.run(*self._witnesses, self.step, self.layers, self.constants, thread)

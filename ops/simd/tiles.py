@@ -1,0 +1,333 @@
+"""Register tiles: a few rows times 64 columns, summed in registers. The inner loops of every matrix product.
+
+Both operands are packed in lanes of four bytes along the sum (`vector`). A step of a tile takes one lane of each row,
+spread over a vector, and one vector of each panel of 16 columns; `dot` adds their products to the tile's sums. So each
+sum runs from the first lane to the last, whatever the tile's height: a row's bits do not depend on its neighbours.
+
+How many panels a tile takes at a time follows from the registers of the machine, and changes no sum either.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+from llvmlite import ir
+from numba.core import types
+
+from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
+from headrace.ops.simd.instructions import (
+    ADDRESS,
+    ELEMENT,
+    INT,
+    LANES,
+    NOTHING,
+    Builder,
+    Value,
+    bf16,
+    by_case,
+    call,
+    const,
+    every_int,
+    every_lane,
+    f32,
+    f32x16,
+    fused,
+    host_features,
+    i8,
+    i32,
+    i32x16,
+    i64,
+    instruction,
+    kernel,
+    load_from,
+    loop,
+    offset,
+    spread,
+    store_to,
+)
+from headrace.ops.simd.vector import LANE_BYTES, VECTOR_BYTES, emit_prefetch, is_bf16
+
+WIDE: Final = "avx512f" in host_features()
+"""32 registers of a whole vector; elsewhere a vector takes 2 of 16 registers (AVX2), or 4 of 32 (NEON)."""
+MAX_ROWS: Final = 6
+"""More rows of fewer panels were slower: 12 of 2 by a fifth at 8 and 32 rows, and in Q8 at 512."""
+PANELS: Final = 4
+"""Panels of 16 columns that a tile has."""
+AHEAD_PANELS: Final = 2
+"""Panels that a tile brings to the cache for a later one."""
+TILE_COLUMNS: Final = PANELS * LANES
+Q8_WEIGHT_BYTES: Final = GROUP * LANES + VECTOR_BYTES
+"""A group of a panel: 8 lanes of 16 columns, as unsigned bytes (value + 128), and 16 float32 scales."""
+
+Sums = list[list[Value]]
+"""[rows][panels] of F32x16."""
+
+
+def _panels_at_once(element: Any, height: int) -> int:
+    """Panels of a tile whose sums fit the registers: 24 of 32, beside a vector of each panel and one of the rows.
+
+    A sum of Q8 is two: of the group, and of all groups before it.
+    """
+    if not WIDE:
+        return 1
+    sums = 24 // height // (2 if element == types.int8 else 1)
+    return next(panels for panels in (4, 2, 1) if panels <= max(sums, 1))
+
+
+def _dot(b: Builder, element: Any, total: Value, row: Value, panel: Value) -> Value:
+    """`total` + the products of the lanes of `row` and `panel`, int32 vectors that hold packed values."""
+    if not is_bf16(element):
+        return fused(b, b.bitcast(row, f32x16), b.bitcast(panel, f32x16), total)
+    if "avx512bf16" in host_features():
+        pairs = ir.VectorType(bf16, 2 * LANES)
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        return call(b, name, f32x16, [total, b.bitcast(row, pairs), b.bitcast(panel, pairs)])
+    for take in (_first_of_pair, _second_of_pair):
+        total = fused(b, take(b, row), take(b, panel), total)
+    return total
+
+
+def _first_of_pair(b: Builder, lanes: Value) -> Value:
+    return b.bitcast(b.shl(lanes, every_int(16)), f32x16)
+
+
+def _second_of_pair(b: Builder, lanes: Value) -> Value:
+    return b.bitcast(b.and_(lanes, every_int(-65536)), f32x16)
+
+
+def _dot_int8(b: Builder, total: Value, row: Value, panel: Value) -> Value:
+    """int32 `total` + the products of four signed bytes of `row` and four unsigned ones of `panel`."""
+    if "avx512vnni" in host_features():
+        quads = ir.VectorType(i8, 4 * LANES)
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        # Until LLVM 20 the operands are vectors of int32; later of int8.
+        return call(b, name, i32x16, [total, b.bitcast(panel, quads), b.bitcast(row, quads)])
+    for byte in range(4):
+        signed = b.ashr(b.shl(row, every_int(24 - 8 * byte)), every_int(24))
+        unsigned = b.and_(b.lshr(panel, every_int(8 * byte)), every_int(255))
+        total = b.add(total, b.mul(signed, unsigned))
+    return total
+
+
+def _accumulate(
+    b: Builder,
+    element: Any,
+    steps: Value,
+    rows: Sequence[Value],
+    panels: Sequence[Value],
+    ahead: Sequence[Value],
+    step: Value,
+    start: Sums,
+) -> Sums:
+    """`start` + the sum over `steps` lanes; rows advance by a lane at a time, panels by `step` bytes.
+
+    `ahead`: what a later tile reads as this one reads its panels. Asked for a line at a time, it comes while this tile
+    computes; all at once it would fill the CPU's queue of misses.
+    """
+
+    def body(k: Value, flat: list[Value]) -> list[Value]:
+        row_at, panel_at = b.mul(k, const(LANE_BYTES)), b.mul(k, step)
+        for address in ahead:
+            emit_prefetch(b, b.add(address, panel_at))
+        vectors = [load_from(b, b.add(panel, panel_at), i32x16) for panel in panels]
+        totals = []
+        for at, row in enumerate(rows):
+            lane = spread(b, load_from(b, b.add(row, row_at), i32))
+            for beside, vector in enumerate(vectors):
+                totals.append(_dot(b, element, flat[at * len(panels) + beside], lane, vector))
+        return totals
+
+    flat = loop(b, steps, [total for row in start for total in row], body)
+    return [flat[at : at + len(panels)] for at in range(0, len(flat), len(panels))]
+
+
+def _accumulate_groups(
+    b: Builder,
+    groups: Value,
+    rows: Sequence[Value],
+    panels: Sequence[Value],
+    ahead: Sequence[Value],
+    start: Sums,
+) -> Sums:
+    """The same for Q8: sums of a group are exact in int32, then scaled and added to the float32 sums."""
+
+    def body(k: Value, flat: list[Value]) -> list[Value]:
+        row_at, panel_at = b.mul(k, const(Q8_GROUP_BYTES)), b.mul(k, const(Q8_WEIGHT_BYTES))
+        here = [b.add(row, row_at) for row in rows]
+        beside = [b.add(panel, panel_at) for panel in panels]
+        for address in ahead:
+            for line in range(0, Q8_WEIGHT_BYTES, VECTOR_BYTES):
+                emit_prefetch(b, offset(b, b.add(address, panel_at), line))
+        # The weights' bytes are 128 too high: the sum starts 128 times the inputs' sum too low.
+        exact = [[spread(b, load_from(b, offset(b, row, GROUP + 4), i32))] * len(panels) for row in here]
+        for lane in range(GROUP // 4):
+            vectors = [load_from(b, offset(b, panel, lane * VECTOR_BYTES), i32x16) for panel in beside]
+            for at, row in enumerate(here):
+                inputs = spread(b, load_from(b, offset(b, row, lane * LANE_BYTES), i32))
+                exact[at] = [_dot_int8(b, total, inputs, vector) for total, vector in zip(exact[at], vectors)]
+        scales = [load_from(b, offset(b, panel, GROUP * LANES), f32x16) for panel in beside]
+        totals = []
+        for at, row in enumerate(here):
+            scale = spread(b, load_from(b, offset(b, row, GROUP), f32))
+            for panel in range(len(panels)):
+                factor = b.fmul(scales[panel], scale)
+                totals.append(fused(b, b.sitofp(exact[at][panel], f32x16), factor, flat[at * len(panels) + panel]))
+        return totals
+
+    flat = loop(b, groups, [total for row in start for total in row], body)
+    return [flat[at : at + len(panels)] for at in range(0, len(flat), len(panels))]
+
+
+def _addresses(b: Builder, first: Value, stride: Value, count: int) -> list[Value]:
+    return [b.add(first, b.mul(stride, const(at))) for at in range(count)]
+
+
+def _keep(b: Builder, sums: Sums, rows: Sequence[Value], first_panel: int) -> None:
+    for at, row in enumerate(rows):
+        for beside, total in enumerate(sums[at]):
+            store_to(b, offset(b, row, (first_panel + beside) * VECTOR_BYTES), total)
+
+
+def _nothing(rows: int, panels: int) -> Sums:
+    return [[every_lane(0.0)] * panels for _ in range(rows)]
+
+
+HEIGHTS: Final = tuple(range(1, MAX_ROWS + 1))
+
+
+@instruction(NOTHING, ELEMENT, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, INT)
+def product_tile(
+    b: Builder,
+    element: Any,
+    rows: Value,
+    x: Value,
+    x_bytes: Value,
+    weights: Value,
+    ahead: Value,
+    panel_bytes: Value,
+    steps: Value,
+    out: Value,
+    out_bytes: Value,
+) -> None:
+    """1 to 6 rows times 64 columns → float32 [rows, 64]. `steps`: lanes along the sum; groups in Q8.
+
+    `ahead`: two panels to bring to the cache meanwhile.
+    """
+
+    def emit(height: int) -> None:
+        inputs, outputs = _addresses(b, x, x_bytes, height), _addresses(b, out, out_bytes, height)
+        width = _panels_at_once(element, height)
+        for first in range(0, PANELS, width):
+            panels = [b.add(weights, b.mul(panel_bytes, const(first + at))) for at in range(width)]
+            later = _addresses(b, ahead, panel_bytes, AHEAD_PANELS) if first == 0 else []
+            start = _nothing(height, width)
+            if element == types.int8:
+                sums = _accumulate_groups(b, steps, inputs, panels, later, start)
+            else:
+                sums = _accumulate(b, element, steps, inputs, panels, later, const(VECTOR_BYTES), start)
+            _keep(b, sums, outputs, first)
+
+    by_case(b, rows, HEIGHTS, emit)
+
+
+def _four(b: Builder, table: Value, add: Value) -> list[Value]:
+    """Four addresses from int64 `table`, `add` bytes further."""
+    return [b.add(load_from(b, offset(b, table, 8 * at), i64, 8), add) for at in range(PANELS)]
+
+
+@instruction(NOTHING, ELEMENT, INT, ADDRESS, INT, INT, ADDRESS, ADDRESS, ADDRESS)
+def scores_tile(
+    b: Builder,
+    element: Any,
+    rows: Value,
+    queries: Value,
+    query_bytes: Value,
+    steps: Value,
+    found: Value,
+    ahead: Value,
+    out: Value,
+) -> None:
+    """1 to 6 queries times 4 groups of 16 keys, each of `steps` vectors → float32 [rows, 64].
+
+    `found`: address of the groups' addresses; `ahead`: of those to bring to the cache meanwhile.
+    """
+    groups, later = _four(b, found, const(0)), _four(b, ahead, const(0))
+
+    def emit(height: int) -> None:
+        inputs = _addresses(b, queries, query_bytes, height)
+        outputs = _addresses(b, out, const(PANELS * VECTOR_BYTES), height)
+        width = _panels_at_once(element, height)
+        for first in range(0, PANELS, width):
+            here = slice(first, first + width)
+            start = _nothing(height, width)
+            step = const(VECTOR_BYTES)
+            sums = _accumulate(b, element, steps, inputs, groups[here], later[here], step, start)
+            _keep(b, sums, outputs, first)
+
+    by_case(b, rows, HEIGHTS, emit)
+
+
+@instruction(NOTHING, ELEMENT, INT, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, INT)
+def mix_tile(
+    b: Builder,
+    element: Any,
+    rows: Value,
+    panels: Value,
+    weights: Value,
+    weight_bytes: Value,
+    found: Value,
+    ahead: Value,
+    shift: Value,
+    step_bytes: Value,
+    out: Value,
+    out_bytes: Value,
+) -> None:
+    """1 to 6 rows of 64 weights times the values of 4 groups of 16 tokens: added to float32 [rows, 16 · panels].
+
+    `found`, `ahead`: as in `scores_tile`, the values `shift` bytes further; `panels`: 1 or 4, of 16 dimensions;
+    `step_bytes`: from one lane of tokens to the next in the values of a group.
+    """
+    lanes = LANES // 2 if is_bf16(element) else LANES
+    groups, later = _four(b, found, shift), _four(b, ahead, shift)
+
+    def emit(height: int, count: int) -> None:
+        inputs, outputs = _addresses(b, weights, weight_bytes, height), _addresses(b, out, out_bytes, height)
+        width = min(_panels_at_once(element, height), count)
+        for first in range(0, count, width):
+            here = range(first, first + width)
+            sums = [[load_from(b, offset(b, row, at * VECTOR_BYTES), f32x16) for at in here] for row in outputs]
+            for number, (group, next_group) in enumerate(zip(groups, later)):
+                lanes_here = [offset(b, row, number * lanes * LANE_BYTES) for row in inputs]
+                vectors, following = (
+                    [offset(b, address, at * VECTOR_BYTES) for at in here] for address in (group, next_group)
+                )
+                sums = _accumulate(b, element, const(lanes), lanes_here, vectors, following, step_bytes, sums)
+            _keep(b, sums, outputs, first)
+
+    def of_width(count: int) -> None:
+        by_case(b, rows, HEIGHTS, functools.partial(emit, count=count))
+
+    by_case(b, panels, (1, PANELS), of_width)
+
+
+@kernel
+def tile_height(rows: int) -> int:
+    """Rows of the next tile, where so many are left: 8 are 4 and 4, not 6 and 2, as a small tile reads the weights as
+    often as a large one and uses them less."""
+    tiles = (rows + MAX_ROWS - 1) // MAX_ROWS
+    return (rows + tiles - 1) // tiles
+
+
+@kernel
+def fetched_beside(row: int, rows: int, weights: int, following: int, panel_bytes: int) -> int:
+    """Which two panels of the `following` columns to fetch beside the tile that begins at `row` of `rows`.
+
+    The first tile of some columns waits for memory, the second finds the weights in the cache and only computes: each
+    fetches half of the next columns, so that memory and arithmetic are busy together. One tile alone (6 rows or less)
+    is all memory, and needs no help; then, and from the third on, what is fetched is what is there.
+    """
+    if rows <= MAX_ROWS or row >= 2 * MAX_ROWS:
+        return weights
+    return following if row == 0 else following + AHEAD_PANELS * panel_bytes

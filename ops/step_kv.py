@@ -1,0 +1,70 @@
+"""The KV of one step, as a model sees it: pages brought from the host, pages begun, attention.
+
+in     the step's batch, the pools, for each layer the event behind its loads
+out    for each layer, its pool, ready to be read and written by what comes next in the compute stream
+state  the plan of torch's attention, once asked for
+owner  the compute stream's step
+ready  a layer's pages when `bring` has returned
+end    with the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from headrace.ops import accesses
+from headrace.ops.attention import AttentionPlan, attend, plan_attention
+from headrace.ops.kv_pool import KvPool
+from headrace.ops.streams import Event, Stream
+from headrace.ops.wire import ForwardBatch
+
+
+class StepKv:
+    """What layers read and write in one step."""
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        pools: Sequence[KvPool],
+        places: Mapping[int, tuple[int, int]],
+        arrivals: Mapping[int, Event],
+        compute: Stream,
+    ) -> None:
+        """`places`: layer of the model → its pool, and its index there. Raises ValueError where the page table lacks a
+        page that the batch uses."""
+        self.batch = batch
+        self._pools = pools
+        self._places = places
+        self._arrivals = arrivals
+        self._compute = compute
+        self._plans: dict[int, AttentionPlan] = {}
+        before = batch.row_kv_len - np.diff(batch.row_start)
+        for group, pool in enumerate(pools):
+            begun = pool.begun_pages(batch.row_slot, before, batch.row_kv_len)
+            compute.uses(partial(accesses.clearing, batch.step, group, pool, begun))
+            pool.clear(begun)
+
+    def place(self, layer: int) -> tuple[KvPool, int]:
+        """The layer's pool, and its index there."""
+        group, index = self._places[layer]
+        return self._pools[group], index
+
+    def bring(self, layer: int) -> tuple[KvPool, int]:
+        """Wait for what the layer's pages get from the host → its pool, and its index there."""
+        pool, index = self.place(layer)
+        if layer in self._arrivals:
+            self._compute.wait(self._arrivals[layer])
+        self._compute.uses(partial(accesses.attention, self.batch, self._places[layer][0], pool, index))
+        return pool, index
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """torch's attention: `qkv` `[tokens, (heads + 2 · kv_heads) · head_dim]` → `[tokens, heads · head_dim]`."""
+        pool, index = self.bring(layer)
+        group = self._places[layer][0]
+        if group not in self._plans:
+            self._plans[group] = plan_attention(self.batch, pool)
+        return attend(pool, index, qkv, self._plans[group])

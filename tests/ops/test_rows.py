@@ -1,0 +1,133 @@
+"""With the compiled kernels a row's bits depend on its own tokens alone, whatever is computed beside it and before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from ops.driver import Driver, Feed
+from ops.slot_inits import SlotInit
+from ops.small_llama import VOCAB
+from torch import Tensor
+
+SLOTS = 34
+SHORT = 21
+LONG = 150
+SEQUENCE = [int(token) for token in np.random.default_rng(3).integers(0, VOCAB, LONG)]
+
+
+class Mode(NamedTuple):
+    dtype: str
+    quantization: str
+    page_tokens: int = 16
+
+
+MODES = [
+    Mode("float32", "none"),
+    Mode("bfloat16", "none"),
+    Mode("bfloat16", "q8"),
+    # Pages that do not hold whole groups of 16 tokens.
+    Mode("bfloat16", "none", 4),
+]
+
+
+class Watched:
+    """A driver, and the logits that its model gave last."""
+
+    def __init__(self, model: Path, mode: Mode, threads: int = 1) -> None:
+        self.driver = Driver(model, slots=SLOTS, num_pages=1024, kernels="compiled", threads=threads, **mode._asdict())
+        inner = self.driver.worker._model.logits
+        self._last = torch.empty(0)
+
+        def logits(hidden: Tensor) -> Tensor:
+            given = inner(hidden)
+            self._last = given.clone()
+            return given
+
+        self.driver.worker._model.logits = logits  # type: ignore[method-assign]
+
+    def after(self, *feeds: Feed) -> Tensor:
+        """Logits of the step's last sample."""
+        self.driver.launch(feeds)
+        assert len(self._last), self.driver.replies[-1]
+        return self._last[-1]
+
+    def fresh(self, slot: int) -> None:
+        self.driver.begin(SlotInit(slot))
+
+    def close(self) -> None:
+        close = self.driver.worker._model.close  # type: ignore[attr-defined]
+        close()
+
+
+@pytest.fixture(scope="module", params=MODES, ids=lambda mode: "-".join(map(str, mode)))
+def mode(request: pytest.FixtureRequest) -> Mode:
+    assert isinstance(request.param, Mode)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def watched(small_model: Path, mode: Mode) -> Iterator[Watched]:
+    watched = Watched(small_model, mode)
+    yield watched
+    watched.close()
+
+
+@pytest.fixture(scope="module")
+def alone(watched: Watched) -> Tensor:
+    """Logits after the sequence, computed in one piece and by itself."""
+    watched.fresh(0)
+    logits = watched.after(Feed(0, SEQUENCE))
+    assert bool(torch.isfinite(logits).all())
+    return logits
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 63, 64, 100])
+def test_chunks_of_any_size_end_in_the_same_bits(watched: Watched, alone: Tensor, chunk_tokens: int) -> None:
+    watched.fresh(1)
+    for start in range(0, LONG, chunk_tokens):
+        logits = watched.after(Feed(1, SEQUENCE[start : start + chunk_tokens]))
+    assert torch.equal(logits, alone)
+
+
+@pytest.mark.parametrize("others", [1, 2, 4, 5, 6, 7, 12, 32])
+def test_batch_mates_leave_a_decoded_row_as_it_is(watched: Watched, alone: Tensor, others: int) -> None:
+    for slot in range(others + 1):
+        watched.fresh(slot)
+        watched.after(Feed(slot, SEQUENCE[:-1] if slot == others else SEQUENCE[: SHORT + slot]))
+    feeds = [Feed(slot, SEQUENCE[-1:]) for slot in range(others + 1)]
+    assert torch.equal(watched.after(*feeds), alone)
+
+
+def test_a_chunk_beside_decoding_rows_and_other_chunks_has_the_same_bits(watched: Watched, alone: Tensor) -> None:
+    for slot in range(3):
+        watched.fresh(slot)
+        watched.after(Feed(slot, SEQUENCE[:SHORT]))
+    watched.fresh(3)
+    watched.fresh(4)
+    watched.after(Feed(4, SEQUENCE[:40]))
+    feeds = [*(Feed(slot, [5]) for slot in range(3)), Feed(3, SEQUENCE[:33]), Feed(4, SEQUENCE[40:])]
+    assert torch.equal(watched.after(*feeds), alone)
+
+
+def test_a_prefix_that_another_request_computed_has_the_same_bits(watched: Watched, alone: Tensor) -> None:
+    watched.fresh(5)
+    watched.after(Feed(5, [*SEQUENCE[:80], 1, 2, 3]))
+    watched.fresh(6)
+    watched.driver.share(5, 6, 80)
+    assert torch.equal(watched.after(Feed(6, SEQUENCE[80:])), alone)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_any_number_of_threads_gives_the_same_bits(small_model: Path, mode: Mode, alone: Tensor, threads: int) -> None:
+    watched = Watched(small_model, mode, threads)
+    try:
+        watched.fresh(0)
+        watched.after(Feed(0, SEQUENCE[:100]))
+        assert torch.equal(watched.after(Feed(0, SEQUENCE[100:])), alone)
+    finally:
+        watched.close()

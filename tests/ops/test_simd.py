@@ -1,0 +1,317 @@
+"""Each kernel equals its plain meaning, for the elements, shapes and pages that it takes.
+
+`test_simd_targets.py` runs this file again with code for other CPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.ops.simd import vector
+from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
+from headrace.ops.simd.decoder import multiply_block
+from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES, group_bytes, store_group
+from headrace.ops.simd.instructions import LANES, kernel
+from headrace.ops.simd.packing import pack, quantize, round_up
+from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
+from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
+from headrace.ops.simd.vector import BF16, F32, Q8
+
+WITNESSES: Final[dict[torch.dtype, Any]] = {torch.float32: F32, torch.bfloat16: BF16}
+DTYPES: Final = list(WITNESSES)
+TOLERANCE: Final = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+@kernel
+def exp_of(element: Any, source: int, to: int, count: int) -> None:
+    size = vector.value_bytes(element)
+    for at in range(0, count * size, LANES * size):
+        vector.store(element, to + at, vector.exp(vector.load(element, source + at)))
+
+
+@kernel
+def as_inputs(element: Any, source: int, to: int, width: int) -> None:
+    """float32 [width], a whole number of groups."""
+    for group in range(width // GROUP):
+        here = source + group * GROUP * 4
+        low, high = vector.load(F32, here), vector.load(F32, here + 64)
+        store_group(element, to + group * group_bytes(element), low, high)
+
+
+def filled(x: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, columns - x.shape[1])).contiguous()
+
+
+def test_exp_is_right_to_the_last_bits_and_keeps_nan_to_itself() -> None:
+    x = torch.linspace(-86, 87, 1600)
+    x[5] = math.nan
+    out = torch.empty_like(x)
+    exp_of(F32, x.data_ptr(), out.data_ptr(), len(x))
+    torch.testing.assert_close(out, x.double().exp().float(), rtol=3e-7, atol=0, equal_nan=True)
+
+
+def test_exp_beyond_what_float32_holds_is_nearly_nothing_or_large_but_a_number() -> None:
+    x = torch.tensor([-1e30, -200.0, -88.0, 89.0, 1e30, math.inf, -math.inf, 0.0] * 2)
+    out = torch.empty_like(x)
+    exp_of(F32, x.data_ptr(), out.data_ptr(), len(x))
+    assert bool(torch.isfinite(out).all())
+    assert bool((out[[0, 1, 2, 6]] < 1e-37).all()) and bool((out[[3, 4, 5]] > 1e38).all()) and out[7] == 1
+
+
+def test_bfloat16_is_rounded_to_nearest_even_as_torch_does() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 4096, np.uint32).view(np.float32)
+    x = torch.from_numpy(np.concatenate((bits, np.array([0, -0.0, math.inf, -math.inf] * 4, np.float32))))
+    # Numbers too small for their first digit are zero to the instruction that rounds.
+    x = torch.where((x.abs() < 1e-37) | x.isnan(), torch.zeros_like(x), x)
+    out = torch.empty(len(x), dtype=torch.bfloat16)
+    for at in range(0, len(x), GROUP):
+        as_inputs(BF16, x[at:].data_ptr(), out[at:].data_ptr(), GROUP) if at + GROUP <= len(x) else None
+    whole = len(x) // GROUP * GROUP
+    assert torch.equal(out[:whole], x[:whole].bfloat16())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.floats(1e-20, 1e20))
+@example(0, 0.0)
+def test_a_group_of_int8_is_off_by_half_a_step_at_most(seed: int, size: float) -> None:
+    x = torch.randn(GROUP, generator=torch.Generator().manual_seed(seed)) * size
+    out = torch.empty(Q8_GROUP_BYTES, dtype=torch.uint8)
+    as_inputs(Q8, x.data_ptr(), out.data_ptr(), GROUP)
+    codes = out[:GROUP].view(torch.int8)
+    scale, correction = out[GROUP : GROUP + 4].view(torch.float32), out[GROUP + 4 :].view(torch.int32)
+    assert float((codes * scale - x).abs().max()) <= float(x.abs().max()) / 127 * 0.501
+    assert int(correction) == -128 * int(codes.sum(dtype=torch.int32))
+
+
+def test_a_group_of_int8_with_a_nan_stays_not_a_number() -> None:
+    x = torch.ones(GROUP)
+    x[7] = math.nan
+    out = torch.empty(Q8_GROUP_BYTES, dtype=torch.uint8)
+    as_inputs(Q8, x.data_ptr(), out.data_ptr(), GROUP)
+    assert math.isnan(float(out[GROUP : GROUP + 4].view(torch.float32)))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Products
+
+
+def product(x: Tensor, weight: Tensor, element: Any) -> Tensor:
+    """By the kernel, a tile at a time; `x` float32."""
+    rows, columns = len(x), round_up(x.shape[1], GROUP)
+    packed = quantize(weight) if element is Q8 else pack(weight)
+    inputs = filled(x, columns)
+    if element is Q8:
+        row_bytes, panel_bytes, steps = (
+            columns // GROUP * Q8_GROUP_BYTES,
+            columns // GROUP * Q8_WEIGHT_BYTES,
+            columns // GROUP,
+        )
+        given_rows = torch.empty((rows, row_bytes), dtype=torch.uint8)
+        for row, into in zip(inputs, given_rows):
+            as_inputs(Q8, row.data_ptr(), into.data_ptr(), columns)
+    else:
+        given_rows = inputs.to(weight.dtype)
+        row_bytes = columns * weight.itemsize
+        panel_bytes, steps = row_bytes * LANES, row_bytes // 4
+    out = torch.full((rows, round_up(len(weight), TILE_COLUMNS)), math.nan)
+    for tile in range(out.shape[1] // TILE_COLUMNS):
+        here = packed.data_ptr() + tile * 4 * panel_bytes
+        to = out.data_ptr() + tile * TILE_COLUMNS * 4
+        multiply_block(
+            element, given_rows.data_ptr(), row_bytes, rows, here, here, panel_bytes, steps, to, out.shape[1] * 4
+        )
+    return out[:, : len(weight)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 130), st.integers(1, 200), st.sampled_from(DTYPES))
+def test_a_product_is_the_matrix_product_for_any_shape(rows: int, out: int, width: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(rows * out)
+    x = torch.randn((rows, width), generator=random).to(dtype)
+    weight = torch.randn((out, width), generator=random).to(dtype)
+    expected = x.double() @ weight.double().T
+    given_by_kernel = product(x.float(), weight, WITNESSES[dtype]).double()
+    torch.testing.assert_close(given_by_kernel, expected, rtol=0, atol=1e-6 * width)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 130), st.integers(1, 200))
+def test_an_int8_product_is_that_of_its_rounded_operands(rows: int, out: int, width: int) -> None:
+    random = torch.Generator().manual_seed(rows * out)
+    x, weight = torch.randn((rows, width), generator=random), torch.randn((out, width), generator=random)
+    expected = rounded(x).double() @ rounded(weight).double().T
+    torch.testing.assert_close(product(x, weight, Q8).double(), expected, rtol=0, atol=1e-5 * width)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To int8 in groups of 32 with a common scale, and back."""
+    groups = filled(x, round_up(x.shape[1], GROUP)).view(len(x), -1, GROUP)
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    return (torch.nan_to_num(groups / scales).round() * scales).view(len(x), -1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("element", [F32, BF16, Q8], ids=["float32", "bfloat16", "q8"])
+def test_a_row_of_a_product_has_the_same_bits_whatever_is_beside_it(element: Any) -> None:
+    random = torch.Generator().manual_seed(4)
+    dtype = torch.bfloat16 if element is BF16 else torch.float32
+    x, weight = torch.randn((33, 96), generator=random).to(dtype), torch.randn((64, 96), generator=random).to(dtype)
+    together = product(x.float(), weight, element)
+    for rows in (1, 2, 3, 5, 8, 13):
+        assert torch.equal(product(x[:rows].float(), weight, element), together[:rows])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+@pytest.mark.parametrize("width", [32, 40, 576])
+def test_normalized_rows_have_a_mean_square_of_one_times_the_weight(width: int) -> None:
+    random = torch.Generator().manual_seed(width)
+    x, weight = torch.randn((1, width), generator=random) * 9, torch.randn((1, width), generator=random)
+    columns = round_up(width, GROUP)
+    out = torch.empty(columns)
+    given_x, given_weight = filled(x, columns), filled(weight, columns)
+    normalize_row(F32, given_x.data_ptr(), given_weight.data_ptr(), width, 1e-5, out.data_ptr())
+    expected = x.double() / (x.double().square().mean() + 1e-5).sqrt() * weight
+    torch.testing.assert_close(out[:width].double(), expected[0], rtol=1e-6, atol=1e-6)
+    assert not out[width:].any()
+
+
+def test_pairs_are_turned_as_complex_numbers_and_the_rest_is_left() -> None:
+    random = torch.Generator().manual_seed(1)
+    head = torch.randn(80, generator=random)
+    turns = torch.polar(torch.ones(32), torch.randn(32, generator=random))
+    out = torch.empty(80)
+    rotate_head(F32, head.data_ptr(), turns.data_ptr(), 64, 80, out.data_ptr())
+    expected = torch.view_as_real(torch.view_as_complex(head[:64].view(32, 2)) * turns).flatten()
+    torch.testing.assert_close(out[:64], expected)
+    assert torch.equal(out[64:], head[64:])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+class Shape(NamedTuple):
+    sharing: int
+    head_dim: int
+    page_tokens: int
+    window: int = 0
+    cap: float = 0.0
+
+
+class Pages:
+    """Keys and values of one KV head in pages of random numbers, among pages of NaN."""
+
+    def __init__(self, keys: Tensor, values: Tensor, shape: Shape) -> None:
+        tokens, self._dtype = len(keys), keys.dtype
+        self._shape = shape
+        count = -(-tokens // shape.page_tokens)
+        self._pages = torch.full((2 * count + 1, 2, shape.page_tokens, shape.head_dim), math.nan, dtype=keys.dtype)
+        self.table = np.random.default_rng(2).permutation(2 * count + 1)[:count].astype(np.int32)
+        self._pages[torch.from_numpy(self.table).long()] = 0
+        packed = shape.page_tokens % LANES == 0
+        for position in range(tokens):
+            page, offset = self._pages[int(self.table[position // shape.page_tokens])], position % shape.page_tokens
+            for plane, row, write in ((page[0], keys[position], write_key), (page[1], values[position], write_value)):
+                write(WITNESSES[keys.dtype], row.data_ptr(), shape.head_dim, packed, plane.data_ptr(), offset)
+
+    def attend(self, queries: Tensor, position: int) -> Tensor:
+        """`queries` `[tokens, sharing, head_dim]`, a block at a time."""
+        shape, size = self._shape, queries.itemsize
+        out = torch.empty_like(queries)
+        scratch = torch.empty(scratch_bytes(shape.sharing, shape.head_dim), dtype=torch.uint8)
+        step = block_tokens(shape.sharing)
+        head = HeadPages(
+            table=self.table.ctypes.data,
+            pages=self._pages.data_ptr(),
+            page_bytes=self._pages.stride(0) * size,
+            page_tokens=shape.page_tokens,
+            head_dim=shape.head_dim,
+            keys=0,
+            values=self._pages.stride(1) * size,
+        )
+        for first in range(0, len(queries), step):
+            block, into = queries[first : first + step], out[first:]
+            attend_block(
+                WITNESSES[self._dtype],
+                head,
+                block.data_ptr(),
+                shape.sharing * shape.head_dim * size,
+                len(block),
+                position + first,
+                shape.sharing,
+                shape.head_dim**-0.5,
+                shape.window,
+                shape.cap,
+                scratch.data_ptr(),
+                into.data_ptr(),
+                shape.sharing * shape.head_dim * size,
+            )
+        return out
+
+
+def tensors(shape: Shape, context: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(context + tokens)
+    keys, values = torch.randn((2, context, shape.head_dim), generator=random).to(dtype)
+    queries = torch.randn((tokens, shape.sharing, shape.head_dim), generator=random) * 2
+    return queries.to(dtype), keys.contiguous(), values.contiguous()
+
+
+def dense(queries: Tensor, keys: Tensor, values: Tensor, position: int, shape: Shape) -> Tensor:
+    """In float64."""
+    q, k, v = queries.double(), keys.double(), values.double()
+    out = torch.empty_like(q)
+    for token in range(len(q)):
+        at = position + token
+        first = max(0, at + 1 - shape.window) if shape.window else 0
+        scores = q[token] @ k[first : at + 1].T * shape.head_dim**-0.5
+        if shape.cap:
+            scores = shape.cap * torch.tanh(scores / shape.cap)
+        out[token] = scores.softmax(-1) @ v[first : at + 1]
+    return out
+
+
+shapes = st.builds(
+    Shape,
+    st.sampled_from([1, 2, 3, 7, 50]),
+    st.sampled_from([16, 64, 80, 96, 128, 256]),
+    st.sampled_from([1, 2, 16, 64]),
+    st.sampled_from([0, 0, 1, 5, 64, 70]),
+    st.sampled_from([0.0, 0.0, 5.0]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, st.integers(0, 200), st.integers(1, 40), st.sampled_from(DTYPES))
+@example(Shape(3, 64, 16), 191, 1, torch.bfloat16)
+@example(Shape(3, 64, 16), 0, 40, torch.bfloat16)
+@example(Shape(1, 16, 16, window=5), 120, 30, torch.float32)
+def test_paged_attention_equals_dense_attention(shape: Shape, position: int, tokens: int, dtype: torch.dtype) -> None:
+    queries, keys, values = tensors(shape, position + tokens, tokens, dtype)
+    out = Pages(keys, values, shape).attend(queries, position)
+    expected = dense(queries, keys, values, position, shape)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=15, deadline=None)
+@given(shapes, st.integers(0, 150), st.integers(2, 40), st.sampled_from(DTYPES))
+@example(Shape(3, 64, 16), 100, 33, torch.bfloat16)
+def test_a_token_attends_with_the_same_bits_alone_and_in_a_chunk(
+    shape: Shape, position: int, tokens: int, dtype: torch.dtype
+) -> None:
+    queries, keys, values = tensors(shape, position + tokens, tokens, dtype)
+    together = Pages(keys, values, shape).attend(queries, position)
+    for token in {0, tokens // 2, tokens - 1}:
+        seen = position + token + 1
+        alone = Pages(keys[:seen], values[:seen], shape).attend(queries[token : token + 1], position + token)
+        assert torch.equal(alone[0], together[token])
