@@ -20,8 +20,8 @@ from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import LANE_BYTES
 
 _Q8_ZERO: Final = 128
-_Q8_PASS_ROWS: Final = 4096
-"""Rows of weights quantized at a time: a vocabulary's float32 copy would take 1 GB in a larger model."""
+_Q8_PASS_BYTES: Final = 1 << 20
+"""Of float32 weights that are quantized at a time: they stay in the cache through all passes."""
 
 
 def round_up(count: int, to: int) -> int:
@@ -37,8 +37,8 @@ def pack(weight: Tensor) -> Tensor:
 
 def quantize(weight: Tensor) -> Tensor:
     """float32 or bfloat16 `[out, in]` → Q8: each group of 32 of a row by its largest magnitude, to -127 .. 127."""
-    parts = [_quantized(_filled(part.float())) for part in torch.split(weight, _Q8_PASS_ROWS)]
-    return torch.cat(parts)
+    rows = max(TILE_COLUMNS, _Q8_PASS_BYTES // (weight.shape[1] * 4) // TILE_COLUMNS * TILE_COLUMNS)
+    return torch.cat([_quantized(_filled(part.float())) for part in torch.split(weight, rows)])
 
 
 def paired(gate: Tensor, up: Tensor) -> Tensor:
@@ -55,8 +55,11 @@ def _filled(weight: Tensor) -> Tensor:
 
 def _quantized(weight: Tensor) -> Tensor:
     groups = weight.view(len(weight), -1, GROUP)
-    scales = groups.abs().amax(-1) / 127
-    codes = torch.nan_to_num(groups / scales.unsqueeze(-1)).round_().add_(_Q8_ZERO).to(torch.uint8)
+    # As the kernel does it with a row (`inputs.store_group`).
+    scales = groups.abs().amax(-1) * (1 / 127)
+    # A group of zeros has no scale to divide by.
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    codes = (groups * inverse.unsqueeze(-1)).round_().add_(_Q8_ZERO).to(torch.uint8)
     panels, groups_per_row = len(weight) // LANES, groups.shape[1]
     packed = torch.empty((panels, groups_per_row, Q8_WEIGHT_BYTES), dtype=torch.uint8)
     lanes = codes.view(panels, LANES, groups_per_row, GROUP // LANE_BYTES, LANE_BYTES).permute(0, 2, 3, 1, 4)

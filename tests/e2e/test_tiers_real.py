@@ -167,14 +167,15 @@ async def test_b12_the_directory_keeps_to_its_bound_and_answers_stay_right(
         assert again == ids
 
 
-async def test_b15_dtypes_and_page_sizes_never_share_a_page_in_one_directory(
+async def test_b15_dtypes_page_sizes_and_kernels_never_share_a_page_in_one_directory(
     model_file: Path, tmp_path: Path, long_prompt: list[int]
 ) -> None:
     directory = tmp_path / "kv"
     async with tiered_engine(model_file, directory) as tiered:
         first = Case(long_prompt, (await tiered.ask(long_prompt, OUTPUTS))[0])
         await tiered.settled()
-    for other, page_tokens in (({"dtype": "bfloat16"}, 4), ({"page_size": 16}, 16)):
+    others = (({"dtype": "bfloat16"}, 4), ({"page_size": 16}, 16), ({"cpu_kernels": "torch"}, 4))
+    for other, page_tokens in others:
         async with tiered_engine(model_file, directory, **other) as tiered:
             ids, started = await tiered.ask(long_prompt, OUTPUTS)
             assert started.cached_tokens == 0
