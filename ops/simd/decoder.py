@@ -24,7 +24,7 @@ from headrace.ops.simd.inputs import GROUP, group_bytes, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
 from headrace.ops.simd.team import await_job, barrier, begin_job, claim
-from headrace.ops.simd.tiles import MAX_ROWS, PANELS, TILE_COLUMNS, fetched_beside, product_tile, tile_height
+from headrace.ops.simd.tiles import MAX_ROWS, PANELS, TILE_COLUMNS, fetched_beside, product_rows, tile_height
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -176,7 +176,7 @@ def multiply_block(
     while row < rows:
         height, to = tile_height(rows - row), out + row * out_bytes
         ahead = fetched_beside(row, rows, weights, following, panel_bytes)
-        product_tile(element, height, x + row * x_bytes, x_bytes, weights, ahead, panel_bytes, steps, to, out_bytes)
+        product_rows(element, height, x + row * x_bytes, x_bytes, weights, ahead, panel_bytes, steps, to, out_bytes)
         row += height
 
 
@@ -244,7 +244,7 @@ def adding_phase(
         while row < end:
             height = tile_height(end - row)
             ahead = fetched_beside(row - first, end - first, columns, following, panel_bytes)
-            product_tile(
+            product_rows(
                 element, height, x + row * x_bytes, x_bytes, columns, ahead, panel_bytes, steps, scratch, TILE_BYTES
             )
             for at in range(height):
@@ -290,7 +290,7 @@ def gated_phase(
         while row < end:
             height = tile_height(end - row)
             ahead = fetched_beside(row - first, end - first, columns, following, panel_bytes)
-            product_tile(
+            product_rows(
                 element, height, x + row * x_bytes, x_bytes, columns, ahead, panel_bytes, steps, scratch, TILE_BYTES
             )
             for at in range(height):

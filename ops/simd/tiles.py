@@ -331,3 +331,20 @@ def fetched_beside(row: int, rows: int, weights: int, following: int, panel_byte
     if rows <= MAX_ROWS or row >= 2 * MAX_ROWS:
         return weights
     return following if row == 0 else following + AHEAD_PANELS * panel_bytes
+
+
+@kernel
+def product_rows(
+    element: Any,
+    rows: int,
+    x: int,
+    x_bytes: int,
+    weights: int,
+    ahead: int,
+    panel_bytes: int,
+    steps: int,
+    out: int,
+    out_bytes: int,
+) -> None:
+    """`product_tile` as a function: its six heights are compiled once, not where each phase of a layer needs them."""
+    product_tile(element, rows, x, x_bytes, weights, ahead, panel_bytes, steps, out, out_bytes)
