@@ -1,12 +1,13 @@
 """The process of a device worker: receives commands, hands them to a `DeviceWorker` one by one, sends its replies.
 
 Started as `python -P -m headrace.ops.worker --parent PID --socket FD --ring FD [--host-pool FD]`, with
-`OMP_WAIT_POLICY=passive` in the environment, so that compute threads sleep between steps instead of spinning.
+`OMP_WAIT_POLICY=passive` in the environment where torch computes on all cores, so that its threads sleep between steps
+instead of spinning; those of the compiled kernels (`simd.team`) do so by themselves.
 
 in     packets on the socket; the ring's and the host pool's memfds
 out    packets on the socket
 state  none but the worker's
-owner  the main thread; there is no other Python thread
+owner  the main thread; helper threads of the compiled kernels never run Python
 ready  -
 end    `Stop`, `Refused`, SIGTERM, or the end of the parent, of which the kernel tells with SIGKILL, the socket with EOF
 """
