@@ -189,6 +189,7 @@ class Prefetcher:
         self._roomless: deque[Prefetch] = deque()
         """Those that wait for host room: each gets a piece in its turn, so that a large one does not starve a small."""
         self._held_pages = 0
+        self._pages_read = 0
         self._kept_pages = 0
         self._lookup_ms = 1.0
         self._page_ms = page_bytes / 1e6
@@ -398,7 +399,7 @@ class Prefetcher:
 
     def _read(self, prefetch: Prefetch, piece: _Piece) -> None:
         prefetch.pieces.append(piece)
-        asked_s = self._loop.time()
+        asked_s, read_before = self._loop.time(), self._pages_read
         answers: list[int] = []
 
         def read(done: ReadDone) -> None:
@@ -406,9 +407,9 @@ class Prefetcher:
             if len(answers) == self._groups:
                 piece.good = min(answers)
                 piece.operations.clear()
+                self._pages_read += piece.good
                 if piece.good:
-                    page_ms = max(done.read_ms, (self._loop.time() - asked_s) * 1e3 / len(prefetch.pieces)) / piece.good
-                    self._page_ms += _SMOOTHING * (page_ms - self._page_ms)
+                    self._measured((self._loop.time() - asked_s) * 1e3, self._pages_read - read_before, prefetch)
                 self._advance(prefetch)
                 self.room_came()
                 self._on_change()
@@ -416,6 +417,12 @@ class Prefetcher:
         for group in range(self._groups):
             span = span_of(prefetch.key, piece.start, piece.end, group)
             piece.operations.append(self._client.read(group, span, piece.host[group], read))
+
+    def _measured(self, elapsed_ms: float, pages: int, prefetch: Prefetch) -> None:
+        """While a piece was read, so many pages came, its own with them. Pieces take turns: those of the same prefetch
+        that are still under way have nearly come too, and all of them together show how fast storage is."""
+        pages += sum(piece.end - piece.start for piece in prefetch.pieces if piece.good < 0)
+        self._page_ms += _SMOOTHING * (elapsed_ms / pages - self._page_ms)
 
     def _advance(self, prefetch: Prefetch) -> None:
         """Index the pieces that have come, in order; when no more will, end."""

@@ -55,6 +55,11 @@ log = logging.getLogger(__name__)
 MAX_UNDER_WAY: Final = 512
 """Operations; one more is not begun."""
 LONGEST_PAUSE_S: Final = 30.0
+WRITE_SHARE: Final = 0.5
+"""Of a transfer's bound, what all writes that wait may be expected to take."""
+WRITE_SMOOTHING: Final = 0.3
+FIRST_WRITE_BYTES_PER_S: Final = 25e6
+"""Until a write was measured: low, since the first answer of a quick store comes before so much has been sent."""
 DETACHED: Final = "detached"
 
 
@@ -130,6 +135,9 @@ class StorageClient:
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._transport: Transport | None = None
+        self._writing_pages = 0
+        self._write_page_s = max(open_store.slot_bytes) / FIRST_WRITE_BYTES_PER_S
+        self._last_written_s = 0.0
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._operations: dict[int, _Operation] = {}
         self._next_id = 0
@@ -239,17 +247,31 @@ class StorageClient:
         return operation
 
     def write(self, group: int, span: PageSpan, host_pages: I32, done: Callable[[Written], None]) -> None:
-        """Store host pages, which the agent reads until `done`."""
-        operation = self._next_id
+        """Store host pages, which the agent reads until `done`. Nothing is stored where so many pages wait already that
+        a store which is only slow would be taken for one that hangs."""
+        operation, count = self._next_id, len(host_pages)
         write = Write(operation, group, span.namespace, span.parents, span.keys, span.tokens, host_pages.tolist())
-        nothing = Written(operation, 0, list(range(len(host_pages))))
-        self._begin(
-            write,
-            self._limits.limbo_s,
-            self._in_limbo,
-            lambda: done(nothing),
-            lambda reply: done(reply if isinstance(reply, Written) else nothing),
-        )
+        nothing = Written(operation, 0, list(range(count)))
+        expected_s = (self._writing_pages + count) * self._write_page_s
+        if self._writing_pages and expected_s > WRITE_SHARE * self._limits.limbo_s:
+            self._loop.call_soon(done, nothing)
+            return
+        self._writing_pages += count
+        sent_s = self._loop.time()
+
+        def ended(reply: Finished | None) -> None:
+            self._writing_pages -= count
+            if not isinstance(reply, Written):
+                done(nothing)
+                return
+            # Writes are made one after the other: this one's time began when the last one's ended.
+            now_s = self._loop.time()
+            page_s = (now_s - max(sent_s, self._last_written_s)) / count
+            self._write_page_s += WRITE_SMOOTHING * (page_s - self._write_page_s)
+            self._last_written_s = now_s
+            done(reply)
+
+        self._begin(write, self._limits.limbo_s, self._in_limbo, lambda: ended(None), ended)
 
     def delete(self, namespace: bytes | None, done: Callable[[Deleted], None]) -> None:
         """Delete this model's pages, of one namespace or of all. It holds no host page: when it takes too long, it is

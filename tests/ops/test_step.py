@@ -114,10 +114,8 @@ def test_untied_output_weights_are_used(tmp_path: Path, kernels: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("quantization", ["none", "q8"])
+@pytest.mark.parametrize(("quantization", "kernels"), [("none", "torch"), ("none", "compiled"), ("q8", "compiled")])
 def test_bfloat16_and_q8_stay_near_float32(tmp_path: Path, tied: bool, quantization: str, kernels: str) -> None:
-    if quantization == "q8" and kernels == "torch":
-        pytest.skip("torch's layers are not quantized")
     llama = SmallLlama(seed=2, tied=tied)
     model = llama.write(tmp_path / "model.gguf")
     driver = Driver(model, dtype="bfloat16", kernels=kernels, quantization=quantization)

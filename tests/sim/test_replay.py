@@ -75,6 +75,20 @@ def test_a_slow_disk_is_waited_for_only_where_the_policy_says_so() -> None:
     assert waits.hit_ratio.storage > never.hit_ratio.storage
 
 
+def test_b20_adaptive_waits_for_a_disk_that_is_quicker_than_computing_though_its_reads_take_turns(
+    usual: Figures,
+) -> None:
+    never, waits = run(prefetch_policy="best_effort"), run(prefetch_policy="wait_complete")
+    assert usual.hit_ratio.storage > 2 * never.hit_ratio.storage
+    assert usual.ttft_ms.mean < min(never.ttft_ms.mean, waits.ttft_ms.mean)
+
+
+def test_a_disk_that_only_writes_slowly_is_given_less_and_not_taken_for_one_that_hangs() -> None:
+    figures = run(disk_write_gbps=0.05)
+    assert figures.storage_restarts == 0
+    assert 0 < figures.stored_bytes < figures.copied_bytes / 2
+
+
 def test_damaged_and_hanging_storage_costs_hits_but_no_request() -> None:
     figures = run(disk_error_rate=0.5, disk_hang_rate=0.2, disk_hang_s=30.0, prefetch_policy="wait_complete")
     assert (figures.finished, figures.failed) == (40, 0)
