@@ -404,7 +404,7 @@ class KvCache:
         """Bring what storage has of a prefix to the host, for no request yet; None if there is nothing to bring."""
         if self._prefetcher is None or not self._reuse:
             return None
-        return self._prefetcher.begin(key, key.length // key.page_tokens, "wait_complete")
+        return self._prefetcher.begin(key, key.length // key.page_tokens, "wait_complete", queued=False)
 
     def end_warm(self, warmed: Prefetch) -> None:
         """Whoever warmed a prefix does not wait any longer."""

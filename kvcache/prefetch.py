@@ -19,6 +19,7 @@ so whenever the request stops waiting, what has arrived is a contiguous part. Ho
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
@@ -59,11 +60,11 @@ class PrefetchOptions(msgspec.Struct, frozen=True):
     timeout_base_ms: float = 1000.0
     timeout_per_ki_token_ms: float = 250.0
     piece_bytes: int = 4 << 20
-    host_share: float = 0.5
-    """Of the host pool, for reads under way; and as much again for what has come and waits for its request's turn."""
+    host_share: float = 0.75
+    """Of the host pool, for reads under way and for what has come and waits for its request's turn."""
     room_timeout_ms: float = 500.0
-    """After its submission, what a request's pages wait for host room: what others held comes back with their next
-    steps and writes."""
+    """From its turn on, what a request waits for host room: what others held comes back with their next steps and
+    writes. Before its turn that costs it nothing."""
 
 
 class PrefetchCounts(msgspec.Struct):
@@ -89,7 +90,10 @@ class Prefetch:
     __slots__ = (
         *(
             "arrived",
+            "asked",
+            "asked_again",
             "asked_s",
+            "due_s",
             "begun",
             "done",
             "first",
@@ -108,6 +112,8 @@ class Prefetch:
         self.key = key
         self.policy = policy
         self.asked_s = asked_s
+        self.due_s = math.inf
+        """When somebody first waited for it: the turn of its request, or of one that needs the same pages."""
         self.wanted = 0
         """Pages of the prefix that are of use."""
         self.first = 0
@@ -136,6 +142,8 @@ class Prefetch:
         self.timer: asyncio.TimerHandle | None = None
         self.waited = False
         """Its request's turn had come, and it waited."""
+        self.asked = self.asked_again = False
+        """Storage was asked; and once more, at its request's turn."""
         self.reason = ""
         """Why its request waited or went on, when it was last asked."""
 
@@ -205,12 +213,20 @@ class Prefetcher:
         prefetches = {id(prefetch): prefetch for prefetch in self._reading.values()}
         return [piece.host.ravel() for prefetch in prefetches.values() for piece in prefetch.pieces]
 
-    def begin(self, key: PrefixKey, matchable_pages: int, policy: PrefetchPolicy | None) -> Prefetch | None:
-        """Ask storage for what the device and the host lack of a prefix; None if that is not worth it."""
+    def begin(
+        self, key: PrefixKey, matchable_pages: int, policy: PrefetchPolicy | None, queued: bool = True
+    ) -> Prefetch | None:
+        """Ask storage for what the device and the host lack of a prefix; None if that is not worth it, now or at its
+        turn. `queued`: it is for a request, whose turn is still to come."""
         prefetch = Prefetch(key, policy or self._options.policy, self._loop.time())
         prefetch.wanted = matchable_pages
-        if not self._ask(prefetch, matchable_pages):
+        prefetch.done = not self._ask(prefetch)
+        if prefetch.done and not (queued and self._helps(matchable_pages * key.page_tokens)):
             return None
+        if not queued:
+            prefetch.due_s = prefetch.asked_s
+        # Without what it continues, nothing that comes is of use.
+        self._keep(prefetch)
         if prefetch.policy == "timeout":
             tokens = (matchable_pages - prefetch.first) * key.page_tokens
             limit_ms = self._options.timeout_base_ms + self._options.timeout_per_ki_token_ms * tokens / 1024
@@ -219,8 +235,12 @@ class Prefetcher:
 
     def waits(self, prefetch: Prefetch, prefill_ms: PrefillMs) -> bool:
         """Whether the request, whose turn it is, should wait for more."""
+        if prefetch.done and self._has_shrunk(prefetch):
+            self._ask_again(prefetch)
         wait = not prefetch.done and self._should_wait(prefetch, self._loop.time(), prefill_ms)
         prefetch.waited |= wait
+        if wait:
+            self._is_due(prefetch.leader or prefetch)
         return wait
 
     def storage_pages(self, prefetch: Prefetch, matched_pages: int) -> int:
@@ -246,6 +266,7 @@ class Prefetcher:
             if prefetch in self._roomless:
                 self._roomless.remove(prefetch)
                 self._decline(prefetch)
+        self.room_came()
 
     # ------------------------------------------------------------------------------------------------------------
     # Policies
@@ -292,13 +313,38 @@ class Prefetcher:
     # ------------------------------------------------------------------------------------------------------------
     # Reading
 
-    def _ask(self, prefetch: Prefetch, matchable_pages: int) -> bool:
-        key = prefetch.key
-        prefetch.first = self._index.peek(key.namespace, key.raw(0, matchable_pages))[1]
-        missing = matchable_pages - prefetch.first
-        if not self._client.usable or missing * key.page_tokens < max(1, self._options.threshold_tokens):
+    def _has_shrunk(self, prefetch: Prefetch) -> bool:
+        """Whether pages that device and host had when it ended are gone, and storage can still be asked."""
+        if prefetch.asked_again or prefetch.policy == "best_effort":
             return False
-        hashes = key.page_hashes(matchable_pages)[prefetch.first :]
+        had = prefetch.first + prefetch.arrived
+        return self._indexed_pages(prefetch) < had and self._helps(had * prefetch.key.page_tokens)
+
+    def _ask_again(self, prefetch: Prefetch) -> None:
+        """Under pressure what was there at its submission may be evicted before its turn. It is read once more, not
+        twice: a request gets on."""
+        self.counts.wasted += max(0, prefetch.first + prefetch.arrived - self._indexed_pages(prefetch))
+        prefetch.asked_again = True
+        prefetch.asked_s = prefetch.due_s = self._loop.time()
+        prefetch.found, prefetch.begun, prefetch.arrived, prefetch.short = -1, 0, 0, False
+        prefetch.done = not self._ask(prefetch)
+        self._keep(prefetch)
+
+    def _indexed_pages(self, prefetch: Prefetch) -> int:
+        key = prefetch.key
+        return self._index.peek(key.namespace, key.raw(0, prefetch.wanted))[1]
+
+    def _helps(self, missing_tokens: int) -> bool:
+        return self._client.usable and missing_tokens >= max(1, self._options.threshold_tokens)
+
+    def _ask(self, prefetch: Prefetch) -> bool:
+        """Look up what is missing; False if that is not worth it."""
+        key = prefetch.key
+        prefetch.first = self._indexed_pages(prefetch)
+        if not self._helps((prefetch.wanted - prefetch.first) * key.page_tokens):
+            return False
+        prefetch.asked = True
+        hashes = key.page_hashes(prefetch.wanted)[prefetch.first :]
         leader = self._reading.get(hashes[0])
         if leader is not None:
             # Two that need the same pages share one read; what differs behind them is asked for afterwards.
@@ -337,24 +383,22 @@ class Prefetcher:
         self._on_change()
 
     def room_came(self) -> None:
-        """The host may have room again: begin what waits for it, a piece each in turn."""
-        full = 0
-        while full < len(self._roomless):
-            prefetch = self._roomless.popleft()
+        """The host may have room again: begin what waits for it, one after the other. What came would be evicted before
+        its turn if all of a crowd got a part of the room."""
+        while self._roomless:
+            prefetch = self._roomless[0]
             if prefetch.begun == prefetch.found:
+                self._roomless.popleft()
                 self._cancel_room_timer(prefetch)
-            elif self._begin_piece(prefetch):
-                full = 0
-                self._roomless.append(prefetch)
-            elif self._may_wait_for_room(prefetch):
-                full += 1
-                self._roomless.append(prefetch)
-            else:
+            elif not self._begin_piece(prefetch):
+                if self._may_wait_for_room(prefetch):
+                    return
+                self._roomless.popleft()
                 self._decline(prefetch)
 
     def _begin_piece(self, prefetch: Prefetch) -> bool:
         """Read the next piece, as large as there is room for; False if there is none."""
-        room = min(self._share_pages - self._held_pages, self._host.room_pages)
+        room = min(self._share_pages - self._held_pages - self._kept_pages, self._host.room_pages)
         count = min(room, self._piece_pages, prefetch.found - prefetch.begun)
         # Pages behind a fence are evicted, and not free yet.
         host = self._host.take(count) if count > 0 else None
@@ -369,10 +413,22 @@ class Prefetcher:
     def _may_wait_for_room(self, prefetch: Prefetch) -> bool:
         if prefetch.released and not prefetch.waiters:
             return False
-        at_s = prefetch.asked_s + self._options.room_timeout_ms / 1e3
+        if prefetch.due_s == math.inf:
+            return True
+        at_s = prefetch.due_s + self._options.room_timeout_ms / 1e3
         if prefetch.room_timer is None:
             prefetch.room_timer = self._loop.call_at(at_s, self._room_timed_out, prefetch)
         return at_s > self._loop.time()
+
+    def _is_due(self, prefetch: Prefetch) -> None:
+        """From now on somebody waits for it."""
+        if prefetch.due_s == math.inf:
+            prefetch.due_s = self._loop.time()
+            if prefetch in self._roomless:
+                self._roomless.remove(prefetch)
+                self._roomless.insert(sum(other.due_s < math.inf for other in self._roomless), prefetch)
+                self._may_wait_for_room(prefetch)
+                self.room_came()
 
     def _room_timed_out(self, prefetch: Prefetch) -> None:
         if prefetch in self._roomless:
@@ -456,7 +512,7 @@ class Prefetcher:
         waiters, prefetch.waiters = prefetch.waiters, []
         for waiter in waiters:
             waiter.leader = None
-            if waiter.released or not self._ask(waiter, waiter.wanted):
+            if waiter.released or not self._ask(waiter):
                 waiter.done = True
             if not waiter.released:
                 self._keep(waiter)

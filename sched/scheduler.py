@@ -430,8 +430,9 @@ class Scheduler:
         if request.prefetch is None:
             return 0
         prefetch, request.prefetch = request.prefetch, None
-        request.prefetch_policy, request.prefetch_decision = prefetch.policy, prefetch.decision
-        request.prefetch_reason = prefetch.reason
+        if prefetch.asked:
+            request.prefetch_policy, request.prefetch_decision = prefetch.policy, prefetch.decision
+            request.prefetch_reason = prefetch.reason
         return self.cache.end_prefetch(prefetch, holding)
 
     def _collected(self, request: Request) -> bool:

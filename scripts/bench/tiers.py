@@ -37,6 +37,8 @@ from rich.table import Table
 VOCAB = 40_000
 OUTPUTS = 32
 """Of each turn of a working set."""
+LOST = ("prefetch_declined_bytes", "prefetch_wasted_bytes", "prefetch_late_bytes", "host_skipped_pages", "retractions")
+"""Counters that say why a tier gave less than it had."""
 WARM_UP_PAIRS = 2
 """How slow storage is has to be seen before anyone can decide by it."""
 
@@ -217,11 +219,13 @@ def working_set(sessions: int, turns: int, turn_tokens: int, clients: int, flags
                     print(f"{name}: turn {turn + 1} of {turns}, mean TTFT {by_turn[-1]:.0f} ms", file=sys.stderr)
                 elapsed_s = time.perf_counter() - began
                 computed = server.metric("prompt_tokens_total") - server.metric("cached_prompt_tokens_total")
+                lost = {name: server.metric(f"{name}_total") for name in LOST} if tiers else {}
         results[name] = {
             "output_tokens_per_s": sessions * turns * OUTPUTS / elapsed_s,
             "mean_first_token_ms": statistics.fmean(by_turn),
             "first_token_ms_by_turn": by_turn,
             "computed_prompt_tokens": computed,
+            "lost": lost,
         }
     return results
 
@@ -275,6 +279,7 @@ def _show_working_set(console: Console, results: dict[str, Any], title: str) -> 
         f"{tiers['computed_prompt_tokens'] / alone['computed_prompt_tokens']:.2f}",
     )
     console.print(table)
+    console.print(", ".join(f"{name} {value:.0f}" for name, value in tiers["lost"].items()))
     console.print("The ratio of computed tokens is what both others could reach if nothing but prefill took time.")
 
 
