@@ -325,7 +325,10 @@ class KvCache:
         done: Copied = host_tier.acknowledge(transfer)
         key = done.key or self._key_of(done.lease)
         self._index.release(done.lease, -1, touch=False)
-        if self._storage is None or not self._storage.usable:
+        if self._storage is None:
+            return
+        if not self._storage.usable:
+            self.unstored_pages += done.host.shape[1]
             return
         self._writes += 1
         write, pages = self._writes, done.host.ravel()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.pool import Fence, Owner, PagePool
 from headrace.kvcache.radix import RadixIndex
-from headrace.kvcache.radix_nodes import Dropped, Lease, Span
+from headrace.kvcache.radix_nodes import Dropped, Lease, Node, Span
 from headrace.ops.wire import I32
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
@@ -78,7 +78,14 @@ class HostTier:
     @property
     def returning_pages(self) -> int:
         """Device pages that nothing but a copy holds: evictable when it is acknowledged, or given up."""
-        return sum(self._index.held_alone(lease) for lease in self.leases)
+        leases, crossing = self.leases, dict[Node, int]()
+        for lease in leases:
+            node: Node | None = lease.node
+            # Towards the root a node has more leases, never fewer: from some point on requests hold it too.
+            while node is not None and node.leases <= len(leases):
+                crossing[node] = crossing.get(node, 0) + 1
+                node = node.parent
+        return sum(node.num_device for node, count in crossing.items() if count == node.leases)
 
     @property
     def leases(self) -> list[Lease]:
@@ -201,7 +208,9 @@ class HostTier:
         count = device.shape[1]
         host = self.take(count) if count else None
         if host is None:
-            self.full = evicts
+            if count or not most or not self._under_way:
+                # With nothing to copy, another copy has these pages already: its acknowledgement frees them.
+                self.full = evicts
             self.skipped_pages += count
             self._index.end_backup(lease, spans, None)
             self._index.release(lease, -1, touch=False)

@@ -40,9 +40,10 @@ PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "
 PrefillMs: TypeAlias = Callable[[int, int], float]
 """(tokens, context they begin at) → ms that computing them would take now."""
 
-Decision: TypeAlias = Literal["", "nothing_found", "complete", "no_room", "gave_up", "did_not_wait"]
-""""" where storage was not asked. `complete`: all that was found had arrived; `no_room`: but for what the host had no
-room for; `gave_up`: it waited, and went on without the rest; `did_not_wait`: it went on with what was there."""
+Decision: TypeAlias = Literal["", "nothing_found", "complete", "cut_short", "no_room", "gave_up", "did_not_wait"]
+""""" where storage was not asked. `complete`: all that was found had come; `cut_short`: up to a page that was gone or
+damaged; `no_room`: but for what the host had no room for; `gave_up`: it waited, and went on without the rest;
+`did_not_wait`: it went on with what was there."""
 
 _SMOOTHING: Final = 0.4
 _LEAST_WAIT_MS: Final = 0.1
@@ -95,6 +96,7 @@ class Prefetch:
             "asked_s",
             "due_s",
             "begun",
+            "cut",
             "done",
             "first",
             "found",
@@ -142,6 +144,8 @@ class Prefetch:
         self.timer: asyncio.TimerHandle | None = None
         self.waited = False
         """Its request's turn had come, and it waited."""
+        self.cut = False
+        """A page was gone or damaged: what follows it is of no use."""
         self.asked = self.asked_again = False
         """Storage was asked; and once more, at its request's turn."""
         self.reason = ""
@@ -150,6 +154,8 @@ class Prefetch:
     @property
     def decision(self) -> Decision:
         """What came of it, if its request goes on now."""
+        if self.done and self.cut:
+            return "cut_short"
         if self.done and self.short:
             return "no_room"
         if self.done:
@@ -326,7 +332,8 @@ class Prefetcher:
         self.counts.wasted += max(0, prefetch.first + prefetch.arrived - self._indexed_pages(prefetch))
         prefetch.asked_again = True
         prefetch.asked_s = prefetch.due_s = self._loop.time()
-        prefetch.found, prefetch.begun, prefetch.arrived, prefetch.short = -1, 0, 0, False
+        prefetch.found, prefetch.begun, prefetch.arrived = -1, 0, 0
+        prefetch.short = prefetch.cut = False
         prefetch.done = not self._ask(prefetch)
         self._keep(prefetch)
 
@@ -497,12 +504,21 @@ class Prefetcher:
             pool.give_back(good[:, ~taken].ravel(), Owner.TRANSFER, Fence())
             pool.give_back(piece.host[:, piece.good :].ravel(), Owner.TRANSFER, Fence())
             self.counts.wasted += piece.good - int(taken.sum())
+            if piece.good < size:
+                self._cut(prefetch)
             if prefetch.released:
                 self.counts.late += int(taken.sum())
             else:
                 self._keep(prefetch)
         if not prefetch.pieces and prefetch.begun == prefetch.found and not prefetch.done:
             self._end(prefetch)
+
+    def _cut(self, prefetch: Prefetch) -> None:
+        """Read nothing more: it would stand behind a gap."""
+        prefetch.cut, prefetch.found = True, prefetch.begun
+        for piece in prefetch.pieces:
+            for operation in piece.operations:
+                self._client.cancel(operation)
 
     def _end(self, prefetch: Prefetch) -> None:
         prefetch.done = True

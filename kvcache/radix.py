@@ -332,9 +332,12 @@ class RadixIndex:
         the paths of the others, which a write-back copies before it evicts."""
         ready = 0
         leases: list[Lease] = []
-        seen: list[Node] = []
+        seen: dict[Node, None] = {}
         while count > 0 and (node := self._device_lru.pop()) is not None:
-            seen.append(node)
+            # The heap may have a node more than once.
+            if node in seen:
+                continue
+            seen[node] = None
             pages = min(count, node.num_device)
             count -= pages
             if node.num_host < node.num_device:
@@ -455,6 +458,8 @@ class RadixIndex:
         """Cut a node after `at` pages. The head is new; the node keeps its tail, its children and its leases' ends."""
         parent = node.parent
         assert parent is not None and 0 < at < node.length
+        # Who counts the nodes in slices must see that there is one more.
+        self._tick += 1
         cut = at * self._page_bytes
         head = Node(parent, node.key[:cut], at, self._none, node.host[:, :at].copy())
         head.set_device(node.device[:, :at].copy(), node.filled_by[:at].copy())

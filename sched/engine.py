@@ -411,13 +411,10 @@ class Engine:
                 return
             if not self._launch():
                 break
-        if (
-            self._device.ready is not None
-            and not self._in_flight
-            and not self._copying.under_way
-            and not self._copying.order()
-        ):
-            # What waited for pages whose copy will not be made need not wait any longer.
+        idle = self._device.ready is not None and not self._in_flight and not self._copying.under_way
+        # What waited for pages whose copy will not be made need not wait any longer; but a preparation may ask for pages
+        # that must be copied first, and where the host has no room for them, one more goes on without.
+        if idle and not self._copying.order() and not self._launch() and not self._copying.order():
             self._launch()
 
     def _launch(self) -> bool:
@@ -453,7 +450,9 @@ class Engine:
         self._clock.launched(now_s, predicted_ms)
         self._idle_check.launched(step, launched.decode_rows, launched.prefill_tokens)
         self._sample()
-        self._copying.order()
+        if not self._copying.order():
+            # Copies may have been skipped: then nothing is on its way any more.
+            self.control.changed()
         return True
 
     def _sample(self) -> bool:

@@ -40,6 +40,8 @@ BudgetFor: TypeAlias = Callable[[int], StepBudget]
 
 _MAX_PASSED_OVER: Final = 64
 """Waiting requests that one step looks past because their prefix is in progress elsewhere."""
+_MAX_LOOKED_AT: Final = 256
+"""The same with those that wait for storage or a mask: what hangs there must not keep a device idle."""
 _NOT_PUBLISHING: Final = np.iinfo(np.int32).max
 
 
@@ -186,7 +188,6 @@ class Scheduler:
         self.table.published[request.slot] = _NOT_PUBLISHING
         self.retracted.append(request)
         self.retractions += 1
-        self._forecast.retracted()
 
     def forget_device(self) -> list[Request]:
         """The device is gone with every page. Returns the requests that were running, ended; the waiting go on, and so
@@ -232,6 +233,8 @@ class Scheduler:
                 stuck.append(victim)
                 table.decoding[victim.slot] = False
             else:
+                # The forecast was too low; where a request only makes way for a more urgent one, it was not.
+                self._forecast.retracted()
                 self.retract(victim)
         assert pages is not None
         for i, slot in enumerate(full.tolist()):
@@ -292,8 +295,11 @@ class Scheduler:
     def _admit(self, batch: ScheduleBatch, step: int, budget: StepBudget, above: int | None = None) -> None:
         """Give slots and pages to waiting requests, in the order of the policy, until something runs out; with `above`
         only to those of a higher priority."""
-        at = 0
-        while at < _MAX_PASSED_OVER and (request := self.waiting.candidate(at)) is not None:
+        at = passed_over = 0
+        while passed_over < _MAX_PASSED_OVER and at < _MAX_LOOKED_AT:
+            request = self.waiting.candidate(at)
+            if request is None:
+                return
             if above is not None and request.submit.priority <= above:
                 return
             obstacle = self._try_admit(batch, request, step, budget)
@@ -303,6 +309,7 @@ class Scheduler:
                 if obstacle not in ("prefix", "storage", "mask"):
                     return
                 at += 1
+                passed_over += obstacle == "prefix"
 
     def _try_admit(self, batch: ScheduleBatch, request: Request, step: int, budget: StepBudget) -> WaitedFor:
         """Admit a request with pages for all its known tokens, if the pool can spare them beside what the running

@@ -68,7 +68,7 @@ class PrefetchLedger(msgspec.Struct, frozen=True):
 
     policy: str
     decision: str
-    """`nothing_found`, `complete`, `gave_up` or `did_not_wait`."""
+    """`nothing_found`, `complete`, `cut_short`, `no_room`, `gave_up` or `did_not_wait`."""
     reason: str
     """What it went by when it was last asked; "" if everything had come before."""
 

@@ -197,6 +197,10 @@ class StorageClient:
         except TimeoutError:
             self._lose("it was detached, and did not end in time")
             await self._ended.wait()
+        except asyncio.CancelledError:
+            # Whoever asked is gone, and nobody would end the agent later.
+            self._lose("it was detached, and nobody waits for its end")
+            raise
         return not self._gave_up
 
     async def attach(self, limit_s: float) -> str:

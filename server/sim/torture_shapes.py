@@ -49,4 +49,5 @@ def random_shape(rng: random.Random) -> WorldShape:
         write_policy=rng.choice(("write_through", "write_through_selective", "write_back")),
         step_timeout_s=2.0,
         mask_us=rng.choice((10, 500, 3000)),
+        copy_ms=rng.choice((0.0, 1.0, 20.0)),
     )

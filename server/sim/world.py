@@ -27,6 +27,7 @@ from headrace.kvcache.storage.client import StorageLimits
 from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.transport import Transport
 from headrace.ops.wire import (
+    BackupDone,
     BatchRing,
     Command,
     Forward,
@@ -91,6 +92,8 @@ class WorldShape(msgspec.Struct, frozen=True):
     token_us: float = 0.0
     """Of one prefill token, beyond `forward_us`; the engine is told so in its warm-up."""
     step_timeout_s: float = 5.0
+    copy_ms: float = 0.0
+    """What one copy to the host is said to take; long ones make the next smaller."""
     mask_us: int = 100
     """Of one command to the grammar worker, at most; one in eight takes ten times as long."""
 
@@ -137,6 +140,8 @@ class _SimConnection:
     def _reply(self, reply: Reply) -> None:
         if isinstance(reply, StepDone):
             reply = StepDone(reply.step, self._step_ms)
+        elif isinstance(reply, BackupDone):
+            reply = msgspec.structs.replace(reply, copy_ms=self._world.shape.copy_ms)
         self.server.reply(encoder.encode(reply))
 
     def _cost_ns(self, message: bytes) -> int:
