@@ -412,7 +412,7 @@ class Engine:
             if not self._launch():
                 break
         idle = self._device.ready is not None and not self._in_flight and not self._copying.under_way
-        # What waited for pages whose copy will not be made need not wait any longer; but a preparation may ask for pages
+        # What waited for pages whose copy will not be made need not wait any longer; but preparing may ask for pages
         # that must be copied first, and where the host has no room for them, one more goes on without.
         if idle and not self._copying.order() and not self._launch() and not self._copying.order():
             self._launch()
