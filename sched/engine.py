@@ -537,6 +537,7 @@ class Engine:
     def _mask_came(self, request: int) -> None:
         """Only now is it known whether an output at its limit is complete or cut: complete, and no mask had come."""
         found = self._requests[request]
+        self._scheduler.mask_came(found)
         if self._outputs(found) >= found.submit.sampling.max_tokens:
             self._end(found, "length")
         self._wake.set()
