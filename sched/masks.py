@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from headrace.ops.wire import U32, BatchRing, Sample
+from headrace.sched.budget import ALARM_S
 from headrace.sched.collect import LaunchedStep
 from headrace.sched.request import Request
 from headrace.sched.scheduler import Scheduler
@@ -97,8 +98,10 @@ class SampleStage:
         """Whether whoever else there is has waited long enough."""
         if self._due_s < 0:
             self._due_s = max(busy_until_s, now_s + MASK_GRACE_S)
-            self._wake_at(self._due_s)
-        return now_s >= self._due_s
+        if now_s + ALARM_S >= self._due_s:
+            return True
+        self._wake_at(self._due_s)
+        return False
 
     def _others_wait(self, step: LaunchedStep, late: list[int]) -> bool:
         """Whether the late rows keep anybody else from going on, in this step or in the next one."""

@@ -15,7 +15,7 @@ from headrace.sched.matching import ANSWER_S, MAX_COMPILES, GrammarWorkerFailed
 from headrace.sched.messages import Overloaded
 from headrace.server.sim.grammar import END_ID
 from headrace.server.sim.judge import Watched
-from headrace.server.sim.virtual_loop import run
+from headrace.server.sim.virtual_loop import run, running_loop
 from headrace.server.sim.world import World, WorldShape
 
 PROMPT = list(range(1, 14))
@@ -153,6 +153,27 @@ def test_a_mask_that_never_comes_costs_the_others_one_grace(overlap: bool) -> No
 
     world = in_world(WorldShape(context_tokens=256, pages=128, overlap=overlap), scenario)
     assert [reason_of(watched) for watched in world.requests.values()] == ["length", "error"]
+
+
+def test_an_alarm_that_rings_too_early_does_not_leave_a_late_mask_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World) -> None:
+        loop = running_loop()
+        exactly = loop.call_at
+
+        def in_whole_milliseconds(when_s: float, *rest: Any, **context: Any) -> asyncio.TimerHandle:
+            # As uvloop does.
+            return exactly(loop.time() + round((when_s - loop.time()) * 1e3) / 1e3, *rest, **context)
+
+        mate, watched = world.submit([5, 6], 40), world.submit([7, 8], 40, grammar=toy(1))
+        await world.until(lambda: len(watched.ids) >= 5)
+        world.hang_grammar_worker(1000.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "call_at", in_whole_milliseconds)
+            assert await longest_gap_s(world, mate) <= 2 * 0.0045
+
+    for seed in range(8):
+        # Forwards of 1.5 to 4.5 ms, whose ends are predicted.
+        in_world(WorldShape(forward_us=3000, token_us=1.0), scenario, seed)
 
 
 def test_a_request_that_comes_while_the_only_row_lacks_its_mask_begins_at_once() -> None:
