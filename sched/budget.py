@@ -25,6 +25,9 @@ FIXED_BUDGET_TOKENS: Final = 2048
 LONG_STEP_MS: Final = 20.0
 """Past this a step is launched shortly before its predecessor ends, so that arrivals need not wait a whole one more."""
 LAUNCH_LEAD_MS: Final = 3.0
+ALARM_S: Final = 0.5e-3
+"""What is due so soon is due now: uvloop's timers count whole milliseconds, may ring so much too early, and one that
+rounds to nothing rings at once, again and again, until the time has come."""
 COPY_MS: Final = 1.2
 """Of one copy to the host. The bound is 2 ms; the 99th percentile of a copy's time was 1.1 to 1.6 times its median."""
 FIRST_COPY_BYTES_PER_MS: Final = 1e6

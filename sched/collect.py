@@ -212,9 +212,10 @@ def _prompt_logprobs(want: Want, results: StepResults) -> PromptLogprobs:
 
 def _publish(scheduler: Scheduler, slots: NDArray[np.int64], goes_on: NDArray[np.bool_]) -> None:
     """Index the pages that became full of known tokens. A request that ended has its last id's KV written, if at all,
-    by an overrun: that position does not count."""
+    by an overrun: that position does not count. Nor does that of a request whose mask may be late: it is computed twice
+    then, and by the second time somebody might read the page."""
     table = scheduler.table
-    filled = np.minimum(table.known[slots] - ~goes_on, table.computed[slots])
+    filled = np.minimum(table.known[slots] - (~goes_on | table.masked[slots]), table.computed[slots])
     page_tokens = scheduler.cache.layout.page_tokens
     for i in np.flatnonzero(filled // page_tokens > table.published[slots]).tolist():
         request = table.requests[slots[i]]

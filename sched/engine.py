@@ -36,7 +36,7 @@ from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageRefused
 from headrace.ops.wire import BackupDone, Forward, MakePools, Ready, StepDone
 from headrace.sched.batch import encode
-from headrace.sched.budget import TARGET_STEP_MS, CopyPace, CostModel, LaunchClock, StepBudget
+from headrace.sched.budget import ALARM_S, TARGET_STEP_MS, CopyPace, CostModel, LaunchClock, StepBudget
 from headrace.sched.cache_control import CacheControl
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.copying import CopyStage
@@ -67,9 +67,6 @@ from headrace.sched.stages import first_of, run_stage
 log = logging.getLogger(__name__)
 
 WATCH_PERIOD_S: Final = 1.0
-ALARM_S: Final = 0.5e-3
-"""A nearer launch is made now: uvloop's timers count whole milliseconds, and one that rounds to nothing rings at once,
-again and again, until the time has come."""
 
 
 class Engine:
@@ -537,6 +534,7 @@ class Engine:
     def _mask_came(self, request: int) -> None:
         """Only now is it known whether an output at its limit is complete or cut: complete, and no mask had come."""
         found = self._requests[request]
+        self._scheduler.mask_came(found)
         if self._outputs(found) >= found.submit.sampling.max_tokens:
             self._end(found, "length")
         self._wake.set()

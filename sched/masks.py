@@ -4,12 +4,14 @@ in     launched steps; the masks of their requests, as they come
 out    a `Sample` command, its masks in the step's ring slot
 state  the step that was launched last, until its `Sample` is sent; nothing is launched behind it
 owner  the engine
-ready  when no row's mask is late; or when the others in the batch have waited long enough, without the late rows
+ready  when no row's mask is late; or when others have waited long enough, without the late rows
 end    with the `Sample`, or with the device
 
-While the device runs the `Forward` nobody waits for masks. After that whoever else is in the batch would, so a row
-whose mask is late then is skipped: its id is not drawn, and the next step computes the same position again. Its request
-loses a step, the others lose nothing, and what is drawn in the end is the same.
+While the device runs the `Forward` nobody waits for masks. After that whoever else is in the batch would, and whoever
+could be in the next one. So a row whose mask is late then is skipped: its id is not drawn, and the first step after the
+mask has come computes the same position again. Its request loses a step, the others at most `MASK_GRACE_S`, once for a
+mask, and what is drawn in the end is the same. Where nobody else could run, late rows are waited for: that saves them
+the second `Forward`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from headrace.ops.wire import U32, BatchRing, Sample
+from headrace.sched.budget import ALARM_S
 from headrace.sched.collect import LaunchedStep
 from headrace.sched.request import Request
 from headrace.sched.scheduler import Scheduler
 
 MASK_GRACE_S: Final = 0.002
-"""How long a batch waits for a late mask once the device may be idle: one takes 0.1 ms there and back."""
+"""How long others wait for a late mask while the device may be idle: one takes 0.1 ms there and back."""
 
 
 class _MaskedRow(NamedTuple):
@@ -81,7 +84,7 @@ class SampleStage:
         # What was launched for a request that has ended meanwhile is dropped, whatever it draws.
         live = [row for row in self._rows if table.generation[step.slots[row.sample]] == step.generations[row.sample]]
         late = [row.sample for row in live if row.mask is None]
-        if late and not (is_next and len(late) < self._batch_rows and self._is_over(now_s, busy_until_s)):
+        if late and not (is_next and self._is_over(now_s, busy_until_s) and self._others_wait(step, late)):
             return None
         self._skip(step, late)
         self._step = None
@@ -92,11 +95,17 @@ class SampleStage:
         self._step = None
 
     def _is_over(self, now_s: float, busy_until_s: float) -> bool:
-        """Whether the others in the batch have waited long enough."""
+        """Whether whoever else there is has waited long enough."""
         if self._due_s < 0:
             self._due_s = max(busy_until_s, now_s + MASK_GRACE_S)
-            self._wake_at(self._due_s)
-        return now_s >= self._due_s
+        if now_s + ALARM_S >= self._due_s:
+            return True
+        self._wake_at(self._due_s)
+        return False
+
+    def _others_wait(self, step: LaunchedStep, late: list[int]) -> bool:
+        """Whether the late rows keep anybody else from going on, in this step or in the next one."""
+        return len(late) < self._batch_rows or self._scheduler.others_can_run(step.slots[late])
 
     def _skip(self, step: LaunchedStep, late: list[int]) -> None:
         if late:

@@ -169,10 +169,17 @@ class SlotTable:
         """Every result needs a look of its own (logprobs)."""
         self.masked: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
         """What may be drawn is said by a grammar."""
+        self.lacks_mask: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        """It has not said so in time, nor since: until then the slot sits out all steps."""
 
     @property
     def free_slots(self) -> int:
         return len(self._free)
+
+    @property
+    def can_decode(self) -> NDArray[np.bool_]:
+        """[slots] whether it has a token to compute in the next step; a fresh array."""
+        return self.decoding & ~self.lacks_mask & (self.extent < self.limit)
 
     def enter(self, request: Request, holding: Holding, page_tokens: int) -> int:
         """Bind a request with its holding to a free slot."""
@@ -206,7 +213,7 @@ class SlotTable:
         request.slot = -1
         self.requests[slot] = None
         self.generation[slot] += 1
-        self.decoding[slot] = self.masked[slot] = False
+        self.decoding[slot] = self.masked[slot] = self.lacks_mask[slot] = False
         self._free.append(slot)
 
     def check(self) -> None:
@@ -222,5 +229,8 @@ class SlotTable:
                 )
                 assert computed <= self.held[slot] and computed < extent
                 assert (request.stage is Stage.DECODE) == bool(self.decoding[slot])
+            if self.lacks_mask[slot]:
+                assert known == extent and request.matching is not None
+                assert request.matching.mask(known - request.prompt_tokens) is None, "a mask has come, and nobody knows"
         free = sorted(self._free)
         assert free == [slot for slot, request in enumerate(self.requests) if request is None]

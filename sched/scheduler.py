@@ -8,17 +8,19 @@ ready  a batch is binding: its pages are taken, so it is launched in the same br
 end    `end` gives everything of a request back, fenced by its last launched step
 
 The order of one step. 1. With preemption by priority: if the first of the waiting could run in the place of requests of
-much lower priority, those are retracted. 2. Every decoding request computes one token; one that needs a page and finds
-none free makes the request of lowest rank (the last submitted of the lowest priority) retract, so the first of the
-ranks always goes on. 3. Prompts in progress get chunks under the step's budget, in the order of admission. 4. Waiting
-requests are admitted in the order of the policy while budget, slots and pages last; the first that does not fit ends
-it, so that nothing small slips past it for ever. One that would compute pages which a request in progress is about to
-compute waits for those instead, and lets others by: they are matchable as soon as that chunk is launched.
+much lower priority, those are retracted. 2. Every decoding request computes one token, but for those whose mask was
+late and has not come yet; one that needs a page and finds none free makes the request of lowest rank (the last
+submitted of the lowest priority) retract, so the first of the ranks always goes on. 3. Prompts in progress get chunks
+under the step's budget, in the order of admission. 4. Waiting requests are admitted in the order of the policy while
+budget, slots and pages last; the first that does not fit ends it, so that nothing small slips past it for ever. One
+that would compute pages which a request in progress is about to compute waits for those instead, and lets others by:
+they are matchable as soon as that chunk is launched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -159,10 +161,30 @@ class Scheduler:
                 self._forget_filling(request, request.filling_to)
 
     def skip(self, slots: NDArray[np.int64]) -> None:
-        """The decoding rows of these slots in the step launched last are not sampled: the next step repeats them."""
-        assert (self.table.decoding[slots] & (self.table.extent[slots] == self.table.computed[slots] + 1)).all()
-        self.table.computed[slots] -= 1
-        self.table.extent[slots] -= 1
+        """The decoding rows of these slots in the step launched last are not sampled, for want of their masks: the
+        first step after `mask_came` repeats them."""
+        table = self.table
+        assert (table.decoding[slots] & (table.extent[slots] == table.computed[slots] + 1)).all()
+        table.computed[slots] -= 1
+        table.extent[slots] -= 1
+        table.lacks_mask[slots] = True
+
+    def mask_came(self, request: Request) -> None:
+        """The next output's: the request's row sits out no more steps, if it did."""
+        if request.slot >= 0:
+            self.table.lacks_mask[request.slot] = False
+
+    def others_can_run(self, slots: NDArray[np.int64]) -> bool:
+        """Whether a step without the decoding rows of these slots would have anything to compute, as far as a glance
+        tells: one that waits for pages or for storage counts, since only `prepare` finds out."""
+        if self.prefilling or self.retracted:
+            return True
+        others = self.table.can_decode
+        others[slots] = False
+        if others.any():
+            return True
+        has_slot = self.table.free_slots > 0 or self._preempt_above is not None
+        return has_slot and not all(request.lacks_mask for request in islice(self.waiting, _MAX_PASSED_OVER))
 
     def publish(self, request: Request, filled_tokens: int) -> None:
         """Put a request's full pages of known, launched tokens into the index."""
@@ -218,7 +240,7 @@ class Scheduler:
         table = self.table
         pages: I32 | None = None
         while True:
-            ready = np.flatnonzero(table.decoding & (table.extent < table.limit))
+            ready = np.flatnonzero(table.can_decode)
             full = ready[table.computed[ready] == table.held[ready]]
             pages = self.cache.take(len(full))
             if pages is not None:
