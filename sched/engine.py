@@ -146,7 +146,7 @@ class Engine:
             connect_grammar,
             on_mask=self._mask_came,
             on_complete=lambda request: self._end(self._requests[request], "stop"),
-            on_broken=lambda request, message: self._end(self._requests[request], "error", message),
+            on_broken=lambda request, reason, message: self._end(self._requests[request], reason, message),
         )
         self._alarm: asyncio.TimerHandle | None = None
         self._idle_check = IdleCheck(self._cache, self.check_lists, lambda: bool(self._in_flight))

@@ -38,7 +38,8 @@ class Matcher(Protocol):
         """Another one at the same place."""
 
     def accept(self, token: int) -> bool:
-        """Go on by one id; False if the grammar does not allow it, and then the matcher is of no more use."""
+        """Go on by one id; False if the grammar does not allow it, and then the matcher is of no more use. Raises
+        BadGrammar where going on is more work than is allowed."""
 
     def fill(self, bits: U32, stop_ids: frozenset[int]) -> bool:
         """Say in `bits` (uint32 [mask words], bit i of word w is id 32·w + i) which ids may come next; True, and
@@ -75,13 +76,19 @@ class Advance(msgspec.Struct, tag="advance", frozen=True):
     ids: list[int]
 
 
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """Nobody waits for this compilation any more; it is left out if it has not begun."""
+
+    job: int
+
+
 class End(msgspec.Struct, tag="end", frozen=True):
     """Forget a matcher."""
 
     request: int
 
 
-Command: TypeAlias = Compile | Begin | Advance | End
+Command: TypeAlias = Compile | Begin | Advance | Cancel | End
 
 # ---------------------------------------------------------------------------------------------------------------
 # Replies
@@ -89,6 +96,21 @@ Command: TypeAlias = Compile | Begin | Advance | End
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The vocabulary has been read. Commands may be sent before."""
+
+
+class Queued(msgspec.Struct, tag="queued", frozen=True):
+    """A `Begin` or `Compile` was read, and its answer comes when its grammar has been compiled."""
+
+    name: int
+    """A request, or −job."""
+
+
+class Compiling(msgspec.Struct, tag="compiling", frozen=True):
+    """What is compiled from now on. All who waited for the one before have their answers. If the worker ends before
+    it says the next, this grammar is the one that ended it."""
+
+    grammar: Grammar | None
+    """None: nothing."""
 
 
 class Compiled(msgspec.Struct, tag="compiled", frozen=True):
@@ -112,9 +134,11 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
 
     request: int
     message: str
+    by_grammar: bool
+    """Its grammar can't be used, or asks for more work than is allowed; otherwise the fault is not the client's."""
 
 
-Reply: TypeAlias = Ready | Compiled | Mask | Broken
+Reply: TypeAlias = Ready | Queued | Compiling | Compiled | Mask | Broken
 
 command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
 reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)

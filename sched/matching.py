@@ -7,17 +7,21 @@ owner  the engine; `serve` is one of its stages
 ready  a mask, for the output position that it names
 end    `end` forgets a request's; a lost worker is started again and brought up to the ids that were committed
 
-The worker is started when the first grammar comes. It can hang or die of a grammar: whoever is waiting for it twice
-when it ends, fails; the others never notice more than a late mask.
+The worker is started when the first grammar comes. It can hang or die of a grammar. It says which one it compiles, so
+that one is to blame if it ends meanwhile: tried once more if it died, refused from then on if it dies again or takes
+too long. Where nothing is compiled, whoever waits for a mask at two ends of it, fails. The others never notice more
+than a late mask.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -29,12 +33,15 @@ from headrace.sched.grammar import (
     BadGrammar,
     Begin,
     Broken,
+    Cancel,
     Command,
     Compile,
     Compiled,
+    Compiling,
     End,
     Grammar,
     Mask,
+    Queued,
     Ready,
     encoder,
     reply_decoder,
@@ -44,11 +51,18 @@ from headrace.sched.messages import Overloaded
 log = logging.getLogger(__name__)
 
 ANSWER_S: Final = 10.0
-"""A worker that owes an answer for so long is killed: what its library allows itself takes less than a second."""
+"""A worker that owes an answer, or compiles a grammar, for so long is killed: what its library allows itself takes less
+than a second."""
+QUEUE_S: Final = 15.0
+"""A grammar whose compilation has not begun by then is refused as one too many: those before it are slow."""
 MAX_COMPILES: Final = 64
 """Grammars that wait to be compiled; one more is refused."""
+MAX_SUSPECTS: Final = 64
+"""Grammars of which it is remembered that a worker ended while it compiled them; 128 KiB each, at most."""
 _MAX_TRIES: Final = 2
-"""Lives of the worker that may end while it owes the same answer."""
+"""Lives of the worker that may end while it owes the same answer, or compiles the same grammar."""
+
+BrokenReason: TypeAlias = Literal["error", "invalid_grammar"]
 
 
 class GrammarWorkerFailed(Exception):
@@ -101,8 +115,22 @@ class Matching:
             self._mask = np.frombuffer(mask.bits, np.uint32)
 
 
+class _Suspect(NamedTuple):
+    """A grammar that workers ended of."""
+
+    lives: int
+    reason: str
+
+    @property
+    def is_guilty(self) -> bool:
+        return self.lives >= _MAX_TRIES
+
+
 class _Asked:
-    """An answer that the worker owes: for a request (its handle), or for a compilation (-job)."""
+    """An answer that the worker owes at once: to a request (its handle), or to who asked for a compilation (-job).
+
+    Who waits for a compilation is owed nothing meanwhile.
+    """
 
     __slots__ = ("since_s", "tries")
 
@@ -119,7 +147,7 @@ class Matchers:
         connect: ConnectGrammar | None,
         on_mask: Callable[[int], None],
         on_complete: Callable[[int], None],
-        on_broken: Callable[[int, str], None],
+        on_broken: Callable[[int, BrokenReason, str], None],
     ) -> None:
         """Without `connect` every grammar is refused."""
         self.restarts = 0
@@ -130,6 +158,9 @@ class Matchers:
         self._compiles: dict[int, tuple[Grammar, asyncio.Future[str]]] = {}
         self._asked: dict[int, _Asked] = {}
         """In the order of asking, so that the first has waited longest."""
+        self._compiling: tuple[Grammar, float] | None = None
+        """What the worker compiles, and since when."""
+        self._suspects: OrderedDict[Grammar, _Suspect] = OrderedDict()
         self._jobs = 0
         self._wanted = asyncio.Event()
         self._transport: Transport | None = None
@@ -144,6 +175,8 @@ class Matchers:
         """
         if self._ended:
             raise GrammarWorkerFailed("the engine has ended")
+        if (suspect := self._suspects.get(grammar)) is not None and suspect.is_guilty:
+            raise BadGrammar(suspect.reason)
         if len(self._compiles) >= MAX_COMPILES:
             raise Overloaded(f"{len(self._compiles)} grammars are waiting to be compiled; try again later", 1)
         self._jobs += 1
@@ -152,12 +185,17 @@ class Matchers:
         self._compiles[job] = grammar, future
         self._ask(-job, Compile(job, grammar))
         try:
-            error = await future
+            while not (await asyncio.wait([future], timeout=QUEUE_S))[0]:
+                # Once it is compiled, `_overdue` says how long that may take.
+                if self._compiling is None or self._compiling[0] != grammar:
+                    raise Overloaded(f"the grammar's turn to be compiled did not come within {QUEUE_S:.0f} s", 5)
+            if error := future.result():
+                raise BadGrammar(error)
         finally:
-            self._compiles.pop(job, None)
+            del self._compiles[job]
             self._answered(-job)
-        if error:
-            raise BadGrammar(error)
+            if not future.done():
+                self._send(Cancel(job))
 
     def begin(self, request: int, grammar: Grammar, stop_ids: tuple[int, ...]) -> Matching:
         """A matcher for a new request; its first mask is asked for."""
@@ -186,7 +224,15 @@ class Matchers:
                 self._wanted.clear()
                 reason, was_ready = await self._live()
                 log.error("%s", reason)
-                self._blame(reason, was_ready)
+                if not was_ready:
+                    self._fail_all(reason)
+                elif self._compiling is not None:
+                    self._suspect(self._compiling[0], reason)
+                else:
+                    self._blame(reason)
+                self._compiling = None
+                for asked in self._asked.values():
+                    asked.since_s = self._loop.time()
                 self.restarts += 1
                 if self._matchings or any(not future.done() for _, future in self._compiles.values()):
                     self._wanted.set()
@@ -221,37 +267,55 @@ class Matchers:
             connection.close()
 
     def _begin_all(self) -> None:
-        """Tell a new worker what the last one knew."""
-        for job, (grammar, future) in list(self._compiles.items()):
-            if not future.done():
-                self._ask(-job, Compile(job, grammar))
+        """Tell a new worker what the last one knew: requests that run first, grammars that may end it last."""
         for request, matching in list(self._matchings.items()):
             if len(matching.ids) > MAX_REPLAYED_IDS:
-                self._break(request, f"the grammar worker was lost after {len(matching.ids)} outputs, too many to redo")
+                message = f"the grammar worker was lost after {len(matching.ids)} outputs, too many to redo"
+                self._break(request, "error", message)
             else:
                 ids = matching.ids.tobytes()
                 self._ask(request, Begin(request, matching.grammar, matching.stop_ids, ids))
+        compiles = [(job, grammar) for job, (grammar, future) in self._compiles.items() if not future.done()]
+        for job, grammar in sorted(compiles, key=lambda compile: compile[1] in self._suspects):
+            self._ask(-job, Compile(job, grammar))
 
-    def _blame(self, reason: str, was_ready: bool) -> None:
-        """Fail who has waited for the worker too often when it ended; all, if it can't even start."""
+    def _fail_all(self, reason: str) -> None:
+        """The worker can't even start."""
+        for job in self._compiles:
+            self._fail(-job, reason)
+        for request in list(self._matchings):
+            self._fail(request, reason)
+
+    def _suspect(self, grammar: Grammar, reason: str) -> None:
+        """The worker ended while it compiled this grammar, which then has another try unless this was the second."""
+        known = self._suspects.pop(grammar, _Suspect(0, ""))
+        suspect = _Suspect(known.lives + 1, known.reason or f"compiling it ended the grammar worker: {reason}")
+        self._suspects[grammar] = suspect
+        if len(self._suspects) > MAX_SUSPECTS:
+            self._suspects.popitem(last=False)
+        if not suspect.is_guilty:
+            return
+        for job, (waiting, future) in self._compiles.items():
+            if waiting == grammar and not future.done():
+                self._answered(-job)
+                future.set_result(suspect.reason)
+        for request, matching in list(self._matchings.items()):
+            if matching.grammar == grammar:
+                self._break(request, "invalid_grammar", suspect.reason)
+
+    def _blame(self, reason: str) -> None:
+        """Fail who has waited for the worker too often when it ended."""
         for name, asked in list(self._asked.items()):
             asked.tries += 1
-            asked.since_s = self._loop.time()
-            if not was_ready or asked.tries >= _MAX_TRIES:
-                self._fail(name, reason, was_ready)
-        if not was_ready:
-            for request in list(self._matchings):
-                self._break(request, reason)
+            if asked.tries >= _MAX_TRIES:
+                self._fail(name, reason)
 
-    def _fail(self, name: int, reason: str, was_ready: bool) -> None:
+    def _fail(self, name: int, reason: str) -> None:
         self._answered(name)
         if name > 0:
-            self._break(name, reason)
+            self._break(name, "error", reason)
         elif not (future := self._compiles[-name][1]).done():
-            if was_ready:
-                future.set_result(f"compiling it ended the grammar worker: {reason}")
-            else:
-                future.set_exception(GrammarWorkerFailed(reason))
+            future.set_exception(GrammarWorkerFailed(reason))
 
     def _ask(self, name: int, command: Command) -> None:
         self._note(name)
@@ -259,36 +323,58 @@ class Matchers:
 
     def _note(self, name: int) -> None:
         """An answer is owed from now on."""
-        asked = self._asked.setdefault(name, _Asked(self._loop.time()))
-        if self._deadline is None:
-            self._deadline = self._loop.call_at(asked.since_s + ANSWER_S, self._overdue)
+        self._asked.setdefault(name, _Asked(self._loop.time()))
+        self._set_deadline()
         if self._transport is None:
             self._wanted.set()
 
     def _answered(self, name: int) -> None:
         self._asked.pop(name, None)
 
+    def _due_s(self) -> float:
+        """When the oldest answer will have had its time; infinity if nothing is owed."""
+        first = next(iter(self._asked.values()), None)
+        since_s = math.inf if first is None else first.since_s
+        if self._compiling is not None:
+            since_s = min(since_s, self._compiling[1])
+        return since_s + ANSWER_S
+
+    def _set_deadline(self) -> None:
+        if self._deadline is None and (due_s := self._due_s()) < math.inf:
+            self._deadline = self._loop.call_at(due_s, self._overdue)
+
     def _overdue(self) -> None:
         """The oldest answer has had its time, or had when the timer was set."""
         self._deadline = None
-        first = next(iter(self._asked.items()), None)
-        if first is None:
+        now_s = self._loop.time()
+        if self._due_s() > now_s:
+            self._set_deadline()
             return
-        _, asked = first
-        due_s = asked.since_s + ANSWER_S
-        if due_s > self._loop.time():
-            self._deadline = self._loop.call_at(due_s, self._overdue)
-            return
-        asked.tries = _MAX_TRIES
-        self._lose(f"the grammar worker did not answer within {ANSWER_S:.0f} s: the grammar may be too costly")
+        if self._compiling is not None and self._compiling[1] + ANSWER_S <= now_s:
+            reason = f"it took longer than {ANSWER_S:.0f} s to compile"
+            self._suspects[self._compiling[0]] = _Suspect(_MAX_TRIES - 1, reason)
+            self._lose(f"the grammar worker is ended: a grammar took longer than {ANSWER_S:.0f} s to compile")
+        else:
+            next(iter(self._asked.values())).tries = _MAX_TRIES
+            self._compiling = None  # it is not to blame
+            self._lose(f"the grammar worker did not answer within {ANSWER_S:.0f} s: the grammar may be too costly")
         self._deadline = self._loop.call_later(ANSWER_S, self._overdue)
 
     def _reply(self, message: bytes) -> None:
         """One reply. A fault in handling it is the stage's, not only this callback's."""
+        if self._lost.done():
+            return  # who is to blame has been decided
         try:
             match reply_decoder.decode(message):
                 case Ready():
                     self._ready = True
+                case Queued(name=name):
+                    self._answered(name)
+                case Compiling(grammar=grammar):
+                    if self._compiling is not None:
+                        self._suspects.pop(self._compiling[0], None)
+                    self._compiling = None if grammar is None else (grammar, self._loop.time())
+                    self._set_deadline()
                 case Compiled() as compiled:
                     if (entry := self._compiles.get(compiled.job)) is not None and not entry[1].done():
                         entry[1].set_result(compiled.error)
@@ -296,7 +382,8 @@ class Matchers:
                     self._take(mask)
                 case Broken() as broken:
                     if broken.request in self._matchings:
-                        self._break(broken.request, broken.message)
+                        reason: BrokenReason = "invalid_grammar" if broken.by_grammar else "error"
+                        self._break(broken.request, reason, broken.message)
         except Exception as error:
             if not self._lost.done():
                 self._lost.set_exception(error)
@@ -312,9 +399,9 @@ class Matchers:
             matching.take(mask)
             self._on_mask(mask.request)
 
-    def _break(self, request: int, message: str) -> None:
+    def _break(self, request: int, reason: BrokenReason, message: str) -> None:
         self._answered(request)
-        self._on_broken(request, message)
+        self._on_broken(request, reason, message)
 
     def _send(self, command: Command) -> None:
         """To a worker that is not there nothing is said: the next one is told everything."""

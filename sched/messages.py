@@ -18,7 +18,7 @@ from headrace.sched.grammar import Grammar
 MAX_LOGIT_BIASES: Final = 1024
 """Entries of `logit_bias`, and ids of `stop_ids`, that one request may have."""
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "queue_timeout", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "queue_timeout", "invalid_grammar", "error"]
 """`timeout`: not done in time; `queue_timeout`: not begun in time."""
 WaitedFor: TypeAlias = Literal["", "turn", "slot", "pages", "budget", "prefix", "storage", "mask"]
 """What a request waited for before it began, the last thing of several: nothing; others before it; a slot
@@ -144,7 +144,7 @@ class Finished(msgspec.Struct, frozen=True):
     n_tokens: int
     """Outputs that count."""
     message: str = ""
-    """For "error": what happened and what to do."""
+    """For "error" and "invalid_grammar": what happened and what to do."""
     matched_stop_id: int = -1
     retractions: int = 0
 

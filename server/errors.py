@@ -57,6 +57,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def invalid_grammar(message: str) -> ApiError:
+    """A grammar that turned out to be too much while its output was drawn."""
+    message = f"The request's grammar can't be used: {message}. Send a simpler one."
+    return bad_request(message, code="invalid_grammar")
+
+
 def unsupported(message: str, param: str) -> ApiError:
     """Something that clients may ask for and that is not built yet: never ignored in silence."""
     return ApiError(400, message, param=param, code="unsupported_parameter")

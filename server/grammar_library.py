@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
@@ -24,8 +24,14 @@ _MAX_SPACES: Final = 40
 """White space between two parts of a JSON text, at most: a newline and ten levels of four. Without a bound a small
 model, which finds blanks likely at every place where they are allowed, may write nothing else until its last token."""
 _JSON_OPTIONS: Final[JsonCompileOptions] = {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{_MAX_SPACES}}}"}
-_LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""A state takes 1 to 2 kB; the other limits are the package's: 14 ms a mask, 20 ms to build a lexer."""
+_LIMITS: Final = LLParserLimits(
+    max_lexer_states=50_000, max_items_in_row=20_000, step_max_items=100_000, verbose_errors=False
+)
+"""A state takes 1 to 2 kB. An optional property takes four items of a row: with the package's 2,000 an object of 600 is
+too much, with these one of 3,500 is taken. 100,000 items are 5 ms a mask. The other limits are the package's: 14 ms a
+mask, 20 ms to build a lexer."""
+_OPTIONS_KEY: Final = "x-guidance"
+"""A schema may switch the package's own checks off with it."""
 _MAX_ERROR_CHARS: Final = 300
 
 
@@ -41,7 +47,11 @@ class LibraryMatcher:
         return LibraryMatcher(self._matcher.deep_copy(), self._ends)
 
     def accept(self, token: int) -> bool:
-        return self._matcher.consume_token(token)
+        if self._matcher.try_consume_tokens([token]):
+            return True
+        if self._matcher.is_error():
+            raise BadGrammar(_short(self._matcher.get_error()))
+        return False
 
     def fill(self, bits: U32, stop_ids: frozenset[int]) -> bool:
         matcher = self._matcher
@@ -135,7 +145,7 @@ def _definition(grammar: Grammar) -> str:
 
 def _checked_schema(text: str) -> str:
     """A schema that is an object: the package takes options for no other. Raises ValueError, BadGrammar."""
-    schema = json.loads(text)
+    schema = json.loads(text, object_hook=_without_options)
     if schema is False:
         raise BadGrammar("the schema is false, which nothing matches")
     if schema is True:
@@ -145,7 +155,16 @@ def _checked_schema(text: str) -> str:
     return text
 
 
+def _without_options(part: dict[str, Any]) -> dict[str, Any]:
+    if _OPTIONS_KEY in part:
+        raise BadGrammar(f"`{_OPTIONS_KEY}` is not taken in a schema; leave it out")
+    return part
+
+
 def _short(message: str) -> str:
     """The first lines of the package's messages say what is wrong; then they repeat the grammar."""
-    message = " ".join(message.split()).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+    message = " ".join(message.replace("<non-verbose/>", "").split())
+    message = message.removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+    if message.endswith("NoExtensionBias"):
+        return "nothing matches it"
     return message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}…"

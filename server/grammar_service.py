@@ -21,13 +21,16 @@ from headrace.sched.grammar import (
     BadGrammar,
     Begin,
     Broken,
+    Cancel,
     Command,
     Compile,
     Compiled,
+    Compiling,
     End,
     Grammar,
     Mask,
     Matcher,
+    Queued,
     Reply,
 )
 
@@ -39,10 +42,6 @@ MAX_COMPILED: Final = 128
 
 class Lane(Protocol):
     """Where compilations run, one at a time."""
-
-    @property
-    def idle(self) -> int:
-        """Calls that can be submitted now."""
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
         """Run the job; call `done` with its result, from `deliver`."""
@@ -72,8 +71,10 @@ class GrammarService:
         self._lane = lane
         self._bits = np.zeros(mask_words, np.uint32)
         self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
-        self._waiting: dict[Grammar, list[Callable[[Matcher | BadGrammar], None]]] = {}
-        """In the order of asking; the first is being compiled."""
+        self._waiting: dict[Grammar, dict[int, Callable[[Matcher | BadGrammar], None]]] = {}
+        """Who waits for which grammar, in the order of asking: requests, and −job for jobs."""
+        self._compiling: Grammar | None = None
+        """What the lane has; nobody need wait for it any more."""
         self._live: dict[int, _Live] = {}
 
     def handle(self, command: Command) -> None:
@@ -82,35 +83,48 @@ class GrammarService:
             case Compile(job=job):
                 self._with(
                     command.grammar,
+                    -job,
                     lambda result: self._reply(Compiled(job, str(result) if isinstance(result, BadGrammar) else "")),
                 )
             case Begin(request=request):
                 ids = np.frombuffer(command.ids, np.int32).tolist()
                 begun = self._live[request] = _Live(frozenset(command.stop_ids), ids)
-                self._with(command.grammar, lambda result: self._begin(request, begun, result))
+                self._with(command.grammar, request, lambda result: self._begin(request, begun, result))
             case Advance():
                 for request, token in zip(command.requests, command.ids):
                     if (live := self._live.get(request)) is not None:
                         live.untold.append(token)
                         self._advance(request, live)
+            case Cancel():
+                self._withdraw(-command.job)
             case End():
                 self._live.pop(command.request, None)
+                self._withdraw(command.request)
 
-    def _with(self, grammar: Grammar, use: Callable[[Matcher | BadGrammar], None]) -> None:
+    def _with(self, grammar: Grammar, name: int, use: Callable[[Matcher | BadGrammar], None]) -> None:
         """Call `use` with the compiled grammar, now or when it is there."""
         if (compiled := self._compiled.get(grammar)) is not None:
             self._compiled.move_to_end(grammar)
             use(compiled)
-        elif (waiting := self._waiting.get(grammar)) is not None:
-            waiting.append(use)
         else:
-            self._waiting[grammar] = [use]
+            self._waiting.setdefault(grammar, {})[name] = use
+            self._reply(Queued(name))
             self._compile_next()
 
+    def _withdraw(self, name: int) -> None:
+        """Its answer is not wanted any more; a grammar that nobody waits for is not compiled."""
+        for grammar, waiting in list(self._waiting.items()):
+            if waiting.pop(name, None) is not None and not waiting and grammar != self._compiling:
+                del self._waiting[grammar]
+
     def _compile_next(self) -> None:
-        if not self._waiting or not self._lane.idle:
+        """Requests first: theirs were compiled once before, and are known to do no harm."""
+        if not self._waiting or self._compiling is not None:
             return
-        grammar = next(iter(self._waiting))
+        first = next(iter(self._waiting))
+        grammar = next((grammar for grammar, waiting in self._waiting.items() if max(waiting) > 0), first)
+        self._compiling = grammar
+        self._reply(Compiling(grammar))
 
         def compiled() -> Matcher | BadGrammar:
             try:
@@ -121,10 +135,19 @@ class GrammarService:
         self._lane.submit(compiled, lambda result: self._done(grammar, result))
 
     def _checked(self, grammar: Grammar) -> Matcher:
-        """Compiled, and its first mask made, which builds most of what a lexer needs (70 ms). Raises BadGrammar."""
+        """Compiled, and its first mask made, which builds most of what a lexer needs (70 ms). Raises BadGrammar.
+
+        Some grammars compile and are too much at their first id, such as `((a{1000}){1000}){1000}`, so one is taken.
+        """
         matcher = self._compile_grammar(grammar)
-        if matcher.copy().fill(np.zeros_like(self._bits), frozenset()):
+        trial, bits = matcher.copy(), np.zeros_like(self._bits)
+        if trial.fill(bits, frozenset()):
             raise BadGrammar("nothing but an empty text matches it")
+        word = int(np.flatnonzero(bits)[0])
+        token = 32 * word + (int(bits[word]) & -int(bits[word])).bit_length() - 1
+        if not trial.accept(token):
+            raise BadGrammar("it does not take what it allows")
+        trial.fill(bits, frozenset())
         return matcher
 
     def _done(self, grammar: Grammar, result: Matcher | BadGrammar) -> None:
@@ -132,15 +155,18 @@ class GrammarService:
             self._compiled[grammar] = result
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        for use in self._waiting.pop(grammar):
+        for use in self._waiting.pop(grammar).values():
             use(result)
+        self._compiling = None
         self._compile_next()
+        if self._compiling is None:
+            self._reply(Compiling(None))
 
     def _begin(self, request: int, live: _Live, result: Matcher | BadGrammar) -> None:
         if self._live.get(request) is not live:
             return  # it has ended meanwhile
         if isinstance(result, BadGrammar):
-            self._break(request, str(result))
+            self._break(request, str(result), by_grammar=True)
         else:
             live.matcher = result.copy()
             self._advance(request, live)
@@ -148,20 +174,22 @@ class GrammarService:
     def _advance(self, request: int, live: _Live) -> None:
         """Take the ids that have come, and say what may come next."""
         if live.matcher is None:
+            self._reply(Queued(request))
             return
-        for token in live.untold:
-            if not live.matcher.accept(token):
-                self._break(request, f"the grammar does not allow the id {token} as output {live.position}")
-                return
-            live.position += 1
-        live.untold.clear()
         try:
+            for token in live.untold:
+                if not live.matcher.accept(token):
+                    message = f"the grammar does not allow the id {token} as output {live.position}"
+                    self._break(request, message, by_grammar=False)
+                    return
+                live.position += 1
+            live.untold.clear()
             is_complete = live.matcher.fill(self._bits, live.stop_ids)
         except BadGrammar as error:
-            self._break(request, str(error))
+            self._break(request, f"at output {live.position}: {error}", by_grammar=True)
             return
         self._reply(Mask(request, live.position, is_complete, b"" if is_complete else self._bits.tobytes()))
 
-    def _break(self, request: int, message: str) -> None:
+    def _break(self, request: int, message: str, by_grammar: bool) -> None:
         del self._live[request]
-        self._reply(Broken(request, message))
+        self._reply(Broken(request, message, by_grammar))

@@ -34,6 +34,9 @@ from headrace.server.tokenizer import Tokenizer
 
 MAX_MEMORY_BYTES: Final = 4 << 30
 """Address space. The vocabulary takes 60 MB; a grammar at its limits some 100."""
+COMPILE_STACK_BYTES: Final = 256 << 20
+"""Address space, of which what is used is taken. The library recurses once or more a rule: in 8 MiB a chain of 1,500
+ended the process; in 64, whatever 128 KiB of text can say compiles or is refused."""
 COMPILE_NICENESS: Final = 5
 """Masks and steps come first."""
 
@@ -59,6 +62,7 @@ def main() -> None:
 
 def _serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
     wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    threading.stack_size(COMPILE_STACK_BYTES)
     lanes = ThreadLanes(1, wake)
 
     def reply(message: Reply) -> None:

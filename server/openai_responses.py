@@ -10,7 +10,15 @@ from msgspec import UNSET, UnsetType
 
 from headrace.sched.messages import PromptLogprobs, Started, WaitCause, WaitedFor
 from headrace.server.detokenizer import Detokenizer
-from headrace.server.errors import ApiError, aborted, deadline_exceeded, draining, engine_error, not_begun
+from headrace.server.errors import (
+    ApiError,
+    aborted,
+    deadline_exceeded,
+    draining,
+    engine_error,
+    invalid_grammar,
+    not_begun,
+)
 from headrace.server.output_text import finite
 from headrace.server.slices import converted
 from headrace.server.streams import ChoiceStream, Finish, TokenScore
@@ -192,6 +200,7 @@ _FAILURES: Final = {
     "abort": aborted,
     "timeout": deadline_exceeded,
     "queue_timeout": not_begun,
+    "invalid_grammar": invalid_grammar,
     "error": engine_error,
     "draining": draining,
 }
@@ -199,6 +208,7 @@ _DEFAULT_MESSAGES: Final = {
     "abort": "The request was aborted.",
     "timeout": "The request did not finish within its time limit.",
     "queue_timeout": "The request did not begin within its time limit.",
+    "invalid_grammar": "The grammar can't be used.",
     "error": "The engine could not finish the request.",
     "draining": "The server is stopping.",
 }

@@ -1,21 +1,26 @@
 """A grammar worker in virtual time: the real service over toy matchers, behind a seeded link.
 
-A toy grammar's text is "SEED LENGTH". Which ids may come next is a hash of the seed and of all ids so far, so a matcher
-that missed an id, got one twice or got another request's says something else at once. After LENGTH ids the output is
-complete; now and then before, an end of text is allowed too.
+A toy grammar's text is "SEED LENGTH", or "SEED LENGTH MS" for one that takes so long to compile. Which ids may come
+next is a hash of the seed and of all ids so far, so a matcher that missed an id, got one twice or got another request's
+says something else at once. After LENGTH ids the output is complete; now and then before, an end of text is allowed
+too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 import xxhash
 
-from headrace.kvcache.storage.lanes import InlineLanes
-from headrace.ops.transport import Transport
+from headrace.ops.transport import Transport, TransportClosed
 from headrace.ops.wire import U32
-from headrace.sched.grammar import BadGrammar, Compile, Grammar, Matcher, Ready, command_decoder, encoder
+from headrace.sched.grammar import BadGrammar, Cancel, Compile, End, Grammar, Matcher, Ready, command_decoder, encoder
 from headrace.server.grammar_service import GrammarService
 from headrace.server.sim.transport import SimLink, SimServer
+
+T = TypeVar("T")
 
 END_ID = 0
 """The toy model's end of text."""
@@ -58,11 +63,37 @@ class ToyMatcher:
 
 
 def compile_toy(grammar: Grammar, vocab: int) -> Matcher:
-    """Raises BadGrammar for a text that is not two numbers."""
+    """Raises BadGrammar for a text that is not two or three numbers."""
     parts = grammar.text.split()
-    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+    if len(parts) not in (2, 3) or not all(part.isdigit() for part in parts):
         raise BadGrammar(f"{grammar.text!r} is not a seed and a length")
     return ToyMatcher(int(parts[0]), int(parts[1]), vocab)
+
+
+class SimLane:
+    """A `Lane` in virtual time: a job runs at once, and is done as much later as it set `compile_ns` to."""
+
+    def __init__(self, server: SimServer, link: SimLink) -> None:
+        self._server = server
+        self._link = link
+        self.compile_ns = 0
+
+    def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        self.compile_ns = 0
+        result = job()
+        self._link.loop.call_later_ns(self.compile_ns, lambda: self._deliver(result, done))
+
+    def _deliver(self, result: T, done: Callable[[T], None]) -> None:
+        hung_until_ns = self._link.far.hung_until_ns
+        if self._server.stopped:
+            return
+        if hung_until_ns > self._link.loop.time_ns():
+            self._link.loop.call_at_ns(hung_until_ns, lambda: self._deliver(result, done))
+            return
+        try:
+            done(result)
+        except TransportClosed:
+            self._server.stop()
 
 
 class SimGrammarWorker:
@@ -72,19 +103,17 @@ class SimGrammarWorker:
         self._link = link
         self._mask_us = mask_us
         self._server = SimServer(link.loop, link.far, self._cost_ns)
-        lanes = InlineLanes()
+        lane = SimLane(self._server, link)
+
+        def compile_grammar(grammar: Grammar) -> Matcher:
+            parts = grammar.text.split()
+            lane.compile_ns = int(parts[2]) * 1_000_000 if len(parts) == 3 else 1_000_000
+            return compile_toy(grammar, vocab)
+
         service = GrammarService(
-            lambda reply: self._server.reply(encoder.encode(reply)),
-            lambda grammar: compile_toy(grammar, vocab),
-            lanes,
-            (vocab + 31) // 32,
+            lambda reply: self._server.reply(encoder.encode(reply)), compile_grammar, lane, (vocab + 31) // 32
         )
-
-        def handle(message: bytes) -> None:
-            service.handle(command_decoder.decode(message))
-            lanes.deliver()
-
-        self._server.serve(handle)
+        self._server.serve(lambda message: service.handle(command_decoder.decode(message)))
         self._server.reply(encoder.encode(Ready()))
 
     @property
@@ -103,7 +132,7 @@ class SimGrammarWorker:
 
     def _cost_ns(self, message: bytes) -> int:
         """Most masks are quick; one in eight takes ten times as long."""
-        if isinstance(command_decoder.decode(message), Compile):
-            return 1_000_000
+        if isinstance(command_decoder.decode(message), Compile | Cancel | End):
+            return 0
         rng = self._link.rng
         return int(self._mask_us * 1000 * rng.random() * (10 if rng.random() < 0.125 else 1))

@@ -366,10 +366,98 @@ def test_b33_grammars_that_wait_to_be_compiled_are_bounded() -> None:
 def test_b33_a_compilation_that_never_ends_is_a_bad_grammar() -> None:
     async def scenario(world: World) -> None:
         await world.engine.check_grammar(Grammar("toy", "1 5"))
-        world.hang_grammar_worker(1000.0)
-        with pytest.raises(BadGrammar, match="did not answer"):
-            await world.engine.check_grammar(Grammar("toy", "2 5"))
+        for _ in range(2):
+            with pytest.raises(BadGrammar, match="longer than 10 s"):
+                await world.engine.check_grammar(Grammar("toy", "2 5 1000000"))
+            assert world.grammar_lives <= 2
         await world.engine.check_grammar(Grammar("toy", "3 5"))
+
+    in_world(WorldShape(), scenario)
+
+
+def test_b33_a_worker_that_hangs_before_it_looks_at_a_grammar_is_not_the_grammars_fault() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine.check_grammar(Grammar("toy", "1 5"))
+        world.hang_grammar_worker(1000.0)
+        with pytest.raises(GrammarWorkerFailed, match="did not answer"):
+            await world.engine.check_grammar(Grammar("toy", "2 5"))
+        await world.engine.check_grammar(Grammar("toy", "2 5"))
+
+    in_world(WorldShape(), scenario)
+
+
+def test_b33_a_grammar_that_ends_the_worker_is_refused_and_nobody_else_notices() -> None:
+    async def scenario(world: World) -> None:
+        for seed in range(3):
+            world.submit(PROMPT, 40, grammar=toy(seed))
+        await world.until(lambda: len(world.requests[1].ids) >= 5)
+        world.hang_device(0.5)
+        async with asyncio.TaskGroup() as tasks:
+            killer = tasks.create_task(_refusal(world, "9 5 5000"))
+            await asyncio.sleep(0.1)
+            tasks.create_task(world.engine.check_grammar(Grammar("toy", "4 5")))
+            for life in (1, 2):
+                await world.until(lambda life=life: world.grammar_lives == life)  # type: ignore[misc]
+                await asyncio.sleep(0.1)
+                world.kill_grammar_worker()
+            assert "ended the grammar worker" in await killer
+        lives = world.grammar_lives
+        assert "ended the grammar worker" in await _refusal(world, "9 5 5000")
+        assert world.grammar_lives == lives
+
+    world = in_world(WorldShape(), scenario)
+    assert [reason_of(watched) for watched in world.requests.values()] == ["length"] * 3
+
+
+async def _refusal(world: World, text: str) -> str:
+    with pytest.raises(BadGrammar) as error:
+        await world.engine.check_grammar(Grammar("toy", text))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("slow", "is_overloaded"), [(3, False), (4, True)])
+def test_b33_slow_grammars_make_others_wait_or_come_later_and_never_bad(slow: int, is_overloaded: bool) -> None:
+    async def scenario(world: World) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(slow):
+                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 4000")))
+            await asyncio.sleep(0.5)
+            if is_overloaded:
+                with pytest.raises(Overloaded, match="turn"):
+                    await world.engine.check_grammar(Grammar("toy", "9 5"))
+            else:
+                await world.engine.check_grammar(Grammar("toy", "9 5"))
+        assert world.grammar_lives == 1
+
+    in_world(WorldShape(), scenario)
+
+
+def test_b33_a_grammar_that_nobody_waits_for_any_more_is_not_compiled() -> None:
+    async def scenario(world: World) -> None:
+        slow = [
+            asyncio.ensure_future(world.engine.check_grammar(Grammar("toy", f"{number} 5 4000"))) for number in range(9)
+        ]
+        await asyncio.sleep(0.5)
+        for task in slow:
+            task.cancel()
+        await asyncio.wait(slow)
+        async with asyncio.timeout(5):
+            await world.engine.check_grammar(Grammar("toy", "9 5"))
+
+    in_world(WorldShape(), scenario)
+
+
+def test_requests_that_run_are_looked_at_before_new_grammars_when_the_worker_was_lost() -> None:
+    async def scenario(world: World) -> None:
+        running = world.submit(PROMPT, 20, grammar=toy(1))
+        await world.until(lambda: len(running.ids) >= 5)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(2):
+                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 4000")))
+            await asyncio.sleep(0.001)
+            world.kill_grammar_worker()
+            async with asyncio.timeout(1):
+                await running.ended.wait()
 
     in_world(WorldShape(), scenario)
 
