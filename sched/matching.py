@@ -188,7 +188,9 @@ class Matchers:
             while not (await asyncio.wait([future], timeout=QUEUE_S))[0]:
                 # Once it is compiled, `_overdue` says how long that may take.
                 if self._compiling is None or self._compiling[0] != grammar:
-                    raise Overloaded(f"the grammar's turn to be compiled did not come within {QUEUE_S:.0f} s", 5)
+                    raise Overloaded(
+                        f"the grammar's turn to be compiled did not come within {QUEUE_S:.0f} s; try again later", 5
+                    )
             if error := future.result():
                 raise BadGrammar(error)
         finally:

@@ -72,7 +72,7 @@ class GrammarService:
         self._bits = np.zeros(mask_words, np.uint32)
         self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
         self._waiting: dict[Grammar, dict[int, Callable[[Matcher | BadGrammar], None]]] = {}
-        """Who waits for which grammar, in the order of asking: requests, and −job for jobs."""
+        """Who waits for which grammar: requests, and −job for jobs."""
         self._compiling: Grammar | None = None
         """What the lane has; nobody need wait for it any more."""
         self._live: dict[int, _Live] = {}
@@ -118,11 +118,11 @@ class GrammarService:
                 del self._waiting[grammar]
 
     def _compile_next(self) -> None:
-        """Requests first: theirs were compiled once before, and are known to do no harm."""
+        """Requests first: theirs were compiled once before, and are known to do no harm. Then short ones: those that
+        take seconds are long, and the others need not wait for more than the one that has begun."""
         if not self._waiting or self._compiling is not None:
             return
-        first = next(iter(self._waiting))
-        grammar = next((grammar for grammar, waiting in self._waiting.items() if max(waiting) > 0), first)
+        grammar = min(self._waiting, key=lambda grammar: (max(self._waiting[grammar]) < 0, len(grammar.text)))
         self._compiling = grammar
         self._reply(Compiling(grammar))
 

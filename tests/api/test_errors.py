@@ -154,6 +154,20 @@ async def test_a_request_that_has_not_begun_in_time_is_a_503_that_may_be_sent_ag
     assert status == 503 and int(fields["retry-after"]) >= 1 and answer["error"]["code"] == "overloaded"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_b33_a_grammar_that_turns_out_to_be_too_much_is_the_clients_400(stream: bool) -> None:
+    engine = ScriptedEngine(saying("hello"))
+    engine.hold()
+    async with serving(engine) as served:
+        body = {"prompt": "a", "regex": "a+", "stream": stream}
+        task = asyncio.ensure_future(served.ask("POST", "/v1/completions", body))
+        await until(lambda: bool(engine.running))
+        engine.end(1, "invalid_grammar", "at output 7: too many items")
+        status, _, answer = await task
+    assert status == 400 and answer["error"]["code"] == "invalid_grammar"
+    assert "too many items" in answer["error"]["message"]
+
+
 async def test_when_one_choice_fails_the_others_are_not_waited_for() -> None:
     engine = ScriptedEngine(saying("hello"))
     engine.hold()

@@ -113,3 +113,12 @@ async def test_b33_a_bad_grammar_is_told_by_the_worker(model_file: Path) -> None
         with pytest.raises(BadGrammar, match="nothing but an empty text"):
             await asker.engine.check_grammar(Grammar("regex", ""))
         await asker.engine.check_grammar(Grammar("regex", "a+"))
+
+
+async def test_b33_a_long_chain_of_rules_does_not_end_the_worker(model_file: Path) -> None:
+    links = 2000
+    chain: dict[str, Any] = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(links)}
+    schema = {"$ref": "#/$defs/a0", "$defs": {**chain, f"a{links}": {"type": "string"}}}
+    async with asking(model_file) as asker:
+        await asker.engine.check_grammar(Grammar("json_schema", json.dumps(schema, separators=(",", ":"))))
+        assert len(asker.grammar_workers) == 1

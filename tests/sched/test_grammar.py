@@ -415,6 +415,18 @@ async def _refusal(world: World, text: str) -> str:
     return str(error.value)
 
 
+def test_b33_a_short_grammar_waits_for_one_slow_one_at_most() -> None:
+    async def scenario(world: World) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(3):
+                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 4000")))
+            await asyncio.sleep(0.5)
+            async with asyncio.timeout(4):
+                await world.engine.check_grammar(Grammar("toy", "9 5"))
+
+    in_world(WorldShape(), scenario)
+
+
 @pytest.mark.parametrize(("slow", "is_overloaded"), [(3, False), (4, True)])
 def test_b33_slow_grammars_make_others_wait_or_come_later_and_never_bad(slow: int, is_overloaded: bool) -> None:
     async def scenario(world: World) -> None:
@@ -424,9 +436,9 @@ def test_b33_slow_grammars_make_others_wait_or_come_later_and_never_bad(slow: in
             await asyncio.sleep(0.5)
             if is_overloaded:
                 with pytest.raises(Overloaded, match="turn"):
-                    await world.engine.check_grammar(Grammar("toy", "9 5"))
+                    await world.engine.check_grammar(Grammar("toy", "9 5 4000"))
             else:
-                await world.engine.check_grammar(Grammar("toy", "9 5"))
+                await world.engine.check_grammar(Grammar("toy", "9 5 4000"))
         assert world.grammar_lives == 1
 
     in_world(WorldShape(), scenario)

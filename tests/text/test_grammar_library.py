@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.sched.grammar import BadGrammar, Grammar
+from headrace.kvcache.storage.lanes import InlineLanes
+from headrace.sched.grammar import BadGrammar, Compile, Compiled, Grammar, Reply
 from headrace.server.grammar_library import GrammarLibrary, LibraryMatcher
+from headrace.server.grammar_service import GrammarService
 from headrace.server.tokenizer import Tokenizer
 
 TOKENS: Final = ["a", "b", "ab", "ba", "aab", "bbb", "{", "}", '"', ":", " ", "1", "<end>", "<other>"]
@@ -158,6 +160,12 @@ def test_each_kind_takes_what_matches_and_nothing_else(
         ("json_schema", '{"$ref": "http://127.0.0.1/a.json"}', "not fetch"),
         ("json_schema", "false", "nothing matches"),
         ("json_schema", '{"items":' * 5000 + "1" + "}" * 5000, "nested"),
+        (
+            "json_schema",
+            '{"items": [{"properties": {"x": {"x-guidance": {"lenient": true}}}}]}',
+            "`x-guidance` is not taken",
+        ),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 4}', "."),
         ("ebnf", "root = 'a'", "Expected ::="),
         ("ebnf", "root ::= missing", "missing"),
         ("xml", "<a/>", "no kind"),
@@ -192,3 +200,42 @@ def test_b33_a_hostile_grammar_ends_in_a_bounded_time_or_an_error(library: Gramm
             pass
         ended += 1
     assert ended == len(hostile)
+
+
+def checked(library: GrammarLibrary, grammar: Grammar, words: int) -> str:
+    """What the service says of a grammar; "" if it is one."""
+    replies: list[Reply] = []
+    lane = InlineLanes()
+    GrammarService(replies.append, library.compile, lane, words).handle(Compile(1, grammar))
+    lane.deliver()
+    (error,) = (reply.error for reply in replies if isinstance(reply, Compiled))
+    return error
+
+
+def test_b33_a_grammar_that_is_too_much_at_its_first_id_is_refused_when_it_is_compiled(library: GrammarLibrary) -> None:
+    error = checked(library, Grammar("regex", "((a{1000}){1000}){1000}"), 49152 // 32)
+    assert "too many expressions" in error and "non-verbose" not in error
+
+
+def test_an_object_may_have_thousands_of_optional_properties(library: GrammarLibrary, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3500)}}
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert checked(library, grammar, 49152 // 32) == ""
+    matcher = library.compile(grammar)
+    for token in tokenizer.encode('{"p7": "x", "p3499": ""}'):
+        ids = allowed(matcher, tokenizer.vocab_size)
+        assert ids is not None and matcher.accept(int(token))
+    assert allowed(matcher, tokenizer.vocab_size) is None
+
+
+def test_b33_what_nothing_matches_says_so(library: GrammarLibrary) -> None:
+    error = checked(library, Grammar("regex", "[^\\x00-\\x{10FFFF}]"), 49152 // 32)
+    assert error == "nothing matches it"
+
+
+def test_going_on_with_more_work_than_is_allowed_is_the_grammars_fault(library: GrammarLibrary) -> None:
+    matcher = library.compile(Grammar("regex", "((a{1000}){1000}){1000}"))
+    ids = allowed(matcher, 49152)
+    assert ids
+    with pytest.raises(BadGrammar, match="too many expressions"):
+        matcher.accept(ids[0])
