@@ -203,7 +203,7 @@ async def round_trips(model: Path, tokenizer: Tokenizer) -> list[RoundTrip]:
         if missing == 0:
             arrived.set()
 
-    def broken(request: int, message: str) -> None:
+    def broken(request: int, reason: str, message: str) -> None:
         raise RuntimeError(message)
 
     async def connect() -> GrammarProcess:
