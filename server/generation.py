@@ -11,9 +11,10 @@ end    leaving `claim` (answered, failed, cancelled: in whichever stage) aborts 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final, Literal
 
 import msgspec
@@ -24,7 +25,17 @@ from headrace.sched.device import EngineFailed
 from headrace.sched.messages import NeverFits, Overloaded, SamplingParams, Submit
 from headrace.server.emit import Emitter
 from headrace.server.engine_api import EngineApi
-from headrace.server.errors import ApiError, aborted, bad_request, draining, duplicate_request, not_ready, overloaded
+from headrace.server.errors import (
+    ApiError,
+    aborted,
+    bad_request,
+    deadline_exceeded,
+    draining,
+    duplicate_request,
+    not_begun,
+    not_ready,
+    overloaded,
+)
 from headrace.server.output_text import OutputOptions
 from headrace.server.sampling import choice_seed
 from headrace.server.streams import StreamGroup
@@ -65,6 +76,27 @@ class Generation:
         self._handles: list[int] = []
         self._refusal: ApiError | None = None
         """Why nothing may be submitted any more."""
+        self._waiting: asyncio.Timeout | None = None
+        """Of what is awaited before the submission."""
+
+    @asynccontextmanager
+    async def waiting(self, terms: Terms) -> AsyncIterator[None]:
+        """Await something before the submission, a grammar: an abort or a time limit, counted from the request's
+        arrival, ends that. Raises ApiError 499, 503 (not begun in time), 504."""
+        limits_ms = [limit_ms for limit_ms in (terms.deadline_ms, terms.queue_deadline_ms) if limit_ms > 0]
+        first_ms = min(limits_ms, default=None)
+        gone_s = self._running.emitter.now() - self.arrived_s
+        try:
+            async with asyncio.timeout(None if first_ms is None else first_ms / 1e3 - gone_s) as self._waiting:
+                yield
+        except TimeoutError:
+            if self._refusal is not None:
+                raise self._refusal from None
+            if first_ms == terms.deadline_ms:
+                raise deadline_exceeded(f"the request did not end within {first_ms:.0f} ms") from None
+            raise not_begun(f"the request did not begin within {first_ms:.0f} ms; try again later") from None
+        finally:
+            self._waiting = None
 
     def submit(
         self,
@@ -118,6 +150,8 @@ class Generation:
     def abort(self, message: str, reason: Literal["abort", "draining"] = "abort") -> None:
         """End every choice that runs, or will: their streams end with the message."""
         self._refusal = aborted(message) if reason == "abort" else draining(message)
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(0)
         for handle in self._handles:
             self._running.engine.abort(handle)
             self._running.emitter.fail(handle, reason, message)

@@ -123,13 +123,15 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if len(prompts) * n > MAX_CHOICES:
             raise bad_request(f"{len(prompts) * n} choices are too many; at most {MAX_CHOICES} are allowed.", "text")
         asked = [_asked_grammar(params) for params in sampling]
-        for grammar in dict.fromkeys(asked):
-            await checked_grammar(api.engine, grammar)
+        terms = api.terms(_terms_of(body), request)
+        async with generation.waiting(terms):
+            for grammar in dict.fromkeys(asked):
+                await checked_grammar(api.engine, grammar)
         jobs = [_job(api, body, *job, n) for job in zip(prompts, sampling, asked)]
         group = generation.submit(
             jobs,
             api.text.tokenizer,
-            api.terms(_terms_of(body), request),
+            terms,
             eager=bool(body.stream),
             keep_ids=True,
             max_pending_bytes=api.settings.max_pending_bytes,

@@ -50,7 +50,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     refuse_unsupported_chat(body)
     n = api.check_n(body.n)
     with api.running.claim(body.given_request_id, "chatcmpl-") as generation:
-        grammar = await api.grammar(body)
+        terms = api.terms(body, request)
+        async with generation.waiting(terms):
+            grammar = await api.grammar(body)
         ids = await encode_chat(
             api.text,
             body.messages,
@@ -74,7 +76,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         group = generation.submit(
             [PromptJob(ids, sampling, n, options)],
             api.text.tokenizer,
-            api.terms(body, request),
+            terms,
             eager=bool(body.stream),
             max_pending_bytes=api.settings.max_pending_bytes,
         )

@@ -59,11 +59,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
                 f"{len(prompts)} prompts, `n` times {n}, are {len(prompts) * n} choices; at most {MAX_CHOICES} run."
             )
             raise bad_request(message, "n", "invalid_value")
-        grammar = await api.grammar(body)
+        terms = api.terms(body, request)
+        async with generation.waiting(terms):
+            grammar = await api.grammar(body)
         group = generation.submit(
             [_job(api, body, prompt, n, grammar) for prompt in prompts],
             api.text.tokenizer,
-            api.terms(body, request),
+            terms,
             eager=bool(body.stream),
             max_pending_bytes=api.settings.max_pending_bytes,
         )

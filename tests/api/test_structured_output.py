@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
-from api.scripted import ScriptedEngine, serving
+from api.scripted import ScriptedEngine, serving, until
 
 from headrace.sched.grammar import MAX_GRAMMAR_BYTES, BadGrammar, Grammar
 from headrace.sched.matching import GrammarWorkerFailed
@@ -116,3 +117,41 @@ async def test_b33_a_grammar_that_does_not_compile_fails_that_request_alone(
         assert not served.engine.submits
         got, _, _ = await served.ask("POST", "/v1/chat/completions", CHAT)
         assert got == 200
+
+
+class StuckGrammars(ScriptedEngine):
+    """A grammar is never compiled."""
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        self.grammars.append(grammar)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**CHAT, "regex": "a"}),
+        ("/v1/completions", {**COMPLETION, "regex": "a"}),
+        ("/generate", native(regex="a")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("limit", "status", "code"), [("timeout_s", 504, "deadline_exceeded"), ("queue_timeout_s", 503, "overloaded")]
+)
+async def test_a_time_limit_ends_the_wait_for_a_grammar(
+    path: str, body: dict[str, Any], limit: str, status: int, code: str
+) -> None:
+    async with serving(StuckGrammars()) as served:
+        got, _, answer = await served.ask("POST", path, {**body, limit: 0.05})
+        assert (got, answer["error"]["code"]) == (status, code)
+        assert served.engine.grammars and not served.engine.submits
+
+
+async def test_an_abort_ends_the_wait_for_a_grammar() -> None:
+    async with serving(StuckGrammars()) as served:
+        asking = asyncio.ensure_future(served.ask("POST", "/generate", {**native(regex="a"), "rid": "mine"}))
+        await until(lambda: bool(served.engine.grammars))
+        assert (await served.ask("POST", "/abort_request", {"rid": "mine"}))[2] == {"aborted": 1}
+        status, _, answer = await asking
+        assert (status, answer["error"]["code"]) == (499, "request_aborted")
+        assert not served.engine.submits
