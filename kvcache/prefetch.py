@@ -522,6 +522,10 @@ class Prefetcher:
 
     def _end(self, prefetch: Prefetch) -> None:
         prefetch.done = True
+        self._cancel_room_timer(prefetch)
+        if prefetch in self._roomless:
+            # Cut while it stood behind another: if it asks again, its old place would be taken for the new one.
+            self._roomless.remove(prefetch)
         for page_hash in prefetch.hashes:
             if self._reading.get(page_hash) is prefetch:
                 del self._reading[page_hash]
