@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 ANSWER_S: Final = 10.0
 """A worker that owes an answer, or compiles a grammar, for so long is killed: what its library allows itself takes less
 than a second."""
+TIMER_SLACK_S: Final = 1e-3
+"""uvloop's timers count whole milliseconds."""
 QUEUE_S: Final = 15.0
 """A grammar whose compilation has not begun by then is refused as one too many: those before it are slow."""
 MAX_COMPILES: Final = 64
@@ -348,7 +350,9 @@ class Matchers:
     def _overdue(self) -> None:
         """The oldest answer has had its time, or had when the timer was set."""
         self._deadline = None
-        now_s = self._loop.time()
+        # A timer may ring a little early: set again for the rest, it would ring at once, and so on for as long as the
+        # clock stands still.
+        now_s = self._loop.time() + TIMER_SLACK_S
         if self._due_s() > now_s:
             self._set_deadline()
             return
