@@ -21,7 +21,7 @@ what follows it can be published too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -36,17 +36,10 @@ from headrace.kvcache.identity import PageHash, PrefixKey
 from headrace.kvcache.integrity import Claims, joined
 from headrace.kvcache.layout import KvLayout
 from headrace.kvcache.pool import Fence, Owner, PagePool
-from headrace.kvcache.prefetch import (
-    Prefetch,
-    PrefetchCounts,
-    Prefetcher,
-    PrefetchOptions,
-    PrefetchPolicy,
-    PrefillMs,
-    span_of,
-)
+from headrace.kvcache.prefetch import Prefetch, PrefetchOptions, PrefetchPolicy, PrefillMs
 from headrace.kvcache.radix import RadixIndex
-from headrace.kvcache.radix_nodes import Dropped, Lease
+from headrace.kvcache.radix_nodes import Dropped, Lease, held_alone, path_of
+from headrace.kvcache.read_ahead import PrefetchCounts, Prefetcher, span_of
 from headrace.kvcache.storage.client import StorageClient
 from headrace.kvcache.storage.protocol import Written, pages_per_message
 from headrace.ops.wire import I32
@@ -179,7 +172,7 @@ class KvCache:
         groups = len(self._pools)
         page_bytes = max(self.layout.page_bytes(group) for group in range(groups))
         self._storage = client
-        self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, arrived)
+        self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, arrived, on_change)
 
     @property
     def page_bytes(self) -> int:
@@ -294,7 +287,7 @@ class KvCache:
 
     def returned_by(self, holding: Holding) -> int:
         """Device pages that closing a holding makes available, at least."""
-        return int(holding.private[: holding.count].sum()) + self._index.held_alone(holding.lease)
+        return int(holding.private[: holding.count].sum()) + held_alone(holding.lease)
 
     def complete_step(self, step: int) -> None:
         """The device has completed `step`."""
@@ -366,6 +359,16 @@ class KvCache:
             return None
         return self._prefetcher.begin(key, self._matchable_pages(key), policy)
 
+    def read_ahead(self, order: Iterable[Prefetch]) -> None:
+        """Read from storage what waiting requests lack, for those first that come first in `order`."""
+        if self._prefetcher is not None:
+            self._prefetcher.read_ahead(order)
+
+    def to_come(self, prefetch: Prefetch) -> tuple[int, float]:
+        """Tokens of a prefix that will be there when its prefetch is done, and ms until then."""
+        assert self._prefetcher is not None
+        return self._prefetcher.to_come(prefetch)
+
     def waits(self, prefetch: Prefetch, prefill_ms: PrefillMs) -> bool:
         """Whether a request whose turn it is should wait for more of its prefetch."""
         assert self._prefetcher is not None
@@ -412,7 +415,7 @@ class KvCache:
     def end_warm(self, warmed: Prefetch) -> None:
         """Whoever warmed a prefix does not wait any longer."""
         assert self._prefetcher is not None
-        self._prefetcher.release(warmed, warmed.arrived)
+        self._prefetcher.release(warmed, warmed.brought_pages)
 
     @property
     def pinned_pages(self) -> int:
@@ -471,7 +474,7 @@ class KvCache:
         stays."""
         assert not self._holdings, "requests still hold pages of a device that is gone"
         self.version += 1
-        pinned = {number: self._index.path_of(pin) for number, pin in self._pins.items()}
+        pinned = {number: path_of(pin) for number, pin in self._pins.items()}
         for pin in self._pins.values():
             self._index.release(pin, -1, touch=False)
         if self._host is None:
@@ -546,7 +549,7 @@ class KvCache:
 
     def _key_of(self, lease: Lease) -> PrefixKey:
         """The key of a lease's path, from the index."""
-        namespace, raw = self._index.path_of(lease)
+        namespace, raw = path_of(lease)
         tokens = np.frombuffer(raw, np.int32)
         return PrefixKey(namespace, self.layout.page_tokens, tokens, len(tokens), self._page_hash)
 
@@ -569,7 +572,7 @@ class KvCache:
             if not ready:
                 return
             self._drop(self._index.evict_device(ready))
-            count -= ready + sum(self._index.held_alone(lease) for lease in leases)
+            count -= ready + sum(held_alone(lease) for lease in leases)
 
     def _drop(self, runs: list[Dropped]) -> None:
         self.version += bool(runs)

@@ -174,9 +174,10 @@ class HostTier:
         count = pages * self._groups
         missing = count - self.pool.free_pages
         if missing > 0:
-            if missing > self._index.evictable_host_pages * self._groups:
+            if missing > self._index.evictable_host_pages * self._groups + self.pool.fenced_pages:
                 return None
-            self.drop(self._index.evict_host(-(-missing // self._groups)))
+            # Pages behind a fence come back by themselves: only what they leave short is evicted.
+            self.drop(self._index.evict_host(-(-max(0, missing - self.pool.fenced_pages) // self._groups)))
         taken = self.pool.take(count, Owner.TRANSFER)
         return None if taken is None else taken.reshape(self._groups, pages)
 

@@ -65,14 +65,15 @@ def check_tree(
     leases: Iterable[Lease],
     page_bytes: int,
     is_root: Callable[[Node], bool],
-    kept: Callable[[], list[int]],
+    sums: Callable[[], list[int]],
 ) -> Iterator[list[Node]]:
     """Every node of the trees in runs, once it is known to be well formed and to have as many leases as `leases` say.
 
-    `kept`: the index's own sums, `[nodes, device pages, host pages, and those of both that nobody leases]`.
+    `sums`: the index's own, `[nodes, device pages, host pages, those of both that nobody leases, and of these on the
+    host those that somebody keeps]`.
     """
     held = _held(leases)
-    counts = [0, 0, 0, 0, 0]
+    counts = [0, 0, 0, 0, 0, 0]
     stack, run = list(roots), list[Node]()
     while stack:
         node = stack.pop()
@@ -83,7 +84,7 @@ def check_tree(
             run = []
     yield run
     assert not held, "a lease ends outside the tree"
-    assert counts == kept(), f"{counts} counted, {kept()} kept"
+    assert counts == sums(), f"{counts} counted, {sums()} summed"
 
 
 def _held(leases: Iterable[Lease]) -> dict[Node, int]:
@@ -131,6 +132,8 @@ def _check_node(
     if not leases:
         counts[3] += device
         counts[4] += host
+        if node.kept:
+            counts[5] += host
 
 
 def joined(runs: list[I32]) -> I32:

@@ -71,6 +71,8 @@ class RadixIndex:
         self.num_nodes = 0
         self.device_pages = self.host_pages = 0
         self.evictable_device_pages = self.evictable_host_pages = 0
+        self.kept_host_pages = 0
+        """Of the evictable ones, those that somebody keeps."""
 
     def peek(self, namespace: bytes, raw: bytes) -> tuple[int, int]:
         """`(device, all)` pages of the longest stored prefix of `raw` (whole pages of int32 ids); changes nothing."""
@@ -117,20 +119,22 @@ class RadixIndex:
         self._hold_path(lease.node)
         return Lease(lease.node, lease.num_pages)
 
-    def keep(self, namespace: bytes, raw: bytes, first: int) -> Kept:
-        """Evict the longest stored prefix of `raw` after all that nobody keeps, until `unkeep`; pages from `first` on
-        count. No lease: where nothing else is left it goes all the same, and nobody waits for whoever keeps it."""
+    def keep(self, namespace: bytes, raw: bytes) -> Kept:
+        """Evict the longest stored prefix of `raw` after all that nobody keeps, until `unkeep`. No lease: where nothing
+        else is left it goes all the same, and nobody waits for whoever keeps it."""
         root = self._roots.get(namespace)
         if root is None:
-            return Kept(None, 0)
+            return Kept(None)
         node, pages, child, common = self._walk(root, raw)
         if child is not None and common:
             node = self._split(child, common)
             pages += common
         for step in path_to(node):
+            if not step.kept and not step.leases:
+                self.kept_host_pages += step.num_host
             step.kept += 1
             self._offer(step)
-        return Kept(node, max(0, pages - first))
+        return Kept(node)
 
     def unkeep(self, kept: Kept) -> None:
         """Its pages go when their turn comes, again."""
@@ -139,22 +143,10 @@ class RadixIndex:
             above = node.went_to or node.parent
             if node.went_to is None:
                 node.kept -= 1
+                if not node.kept and not node.leases:
+                    self.kept_host_pages -= node.num_host
                 self._offer(node)
             node = above
-
-    def path_of(self, lease: Lease) -> tuple[bytes, bytes]:
-        """`(namespace, token ids as bytes)` of a lease's path."""
-        root, *path = path_to(lease.node)
-        return root.key, b"".join(node.key for node in path)
-
-    def held_alone(self, lease: Lease) -> int:
-        """Device pages at the end of the lease's path that no other lease is on."""
-        pages = 0
-        node: Node | None = lease.node
-        while node is not None and node.leases == 1:
-            pages += node.num_device
-            node = node.parent
-        return pages
 
     def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> tuple[NDArray[np.bool_], I32]:
         """Store device pages (int32 [groups, n]) that follow the lease's end, filled by `step`; the lease moves behind
@@ -249,6 +241,8 @@ class RadixIndex:
             if not node.leases:
                 self.evictable_device_pages += node.num_device
                 self.evictable_host_pages += node.num_host
+                if node.kept:
+                    self.kept_host_pages += node.num_host
             node = node.parent
         # The deepest node with pages in a tier may be any on the path; above one that is leased, all are.
         node = lease.node
@@ -367,7 +361,7 @@ class RadixIndex:
         self._device_lru.clear()
         self._host_lru.clear()
         self.num_nodes = self.device_pages = self.host_pages = 0
-        self.evictable_device_pages = self.evictable_host_pages = 0
+        self.evictable_device_pages = self.evictable_host_pages = self.kept_host_pages = 0
 
     # ------------------------------------------------------------------------------------------------------------
     # Checks
@@ -392,7 +386,7 @@ class RadixIndex:
             lambda node: self._roots.get(node.key) is node,
             lambda: [
                 *(self.num_nodes, self.device_pages, self.host_pages),
-                *(self.evictable_device_pages, self.evictable_host_pages),
+                *(self.evictable_device_pages, self.evictable_host_pages, self.kept_host_pages),
             ],
         )
 
@@ -429,6 +423,8 @@ class RadixIndex:
             if not step.leases:
                 self.evictable_device_pages -= have
                 self.evictable_host_pages -= step.num_host
+                if step.kept:
+                    self.kept_host_pages -= step.num_host
             step.leases += 1
             step.hits += 1
             step.used = tick
@@ -452,6 +448,8 @@ class RadixIndex:
         if not node.leases:
             self.evictable_device_pages -= node.num_device
             self.evictable_host_pages -= node.num_host
+            if node.kept:
+                self.kept_host_pages -= node.num_host
         node.leases += 1
 
     def _split(self, node: Node, at: int) -> Node:
@@ -544,6 +542,8 @@ class RadixIndex:
         self.host_pages -= gone
         if not node.leases:
             self.evictable_host_pages -= gone
+            if node.kept:
+                self.kept_host_pages -= gone
         node.cut_host(keep)
         node.pending = keep
         if gone and not keep and node.parent is not None:
@@ -561,6 +561,8 @@ class RadixIndex:
             dropped.append(Dropped(self._none, below.host, below.last_step))
             self.host_pages -= below.num_host
             self.evictable_host_pages -= below.num_host
+            if below.kept:
+                self.kept_host_pages -= below.num_host
             self.num_nodes -= 1
             below.parent, below.went_to = None, node
             below.cut_host(0)

@@ -87,14 +87,29 @@ class Lease:
         self.num_pages = num_pages
 
 
+def path_of(lease: Lease) -> tuple[bytes, bytes]:
+    """`(namespace, token ids as bytes)` of a lease's path."""
+    root, *path = path_to(lease.node)
+    return root.key, b"".join(node.key for node in path)
+
+
+def held_alone(lease: Lease) -> int:
+    """Device pages at the end of the lease's path that no other lease is on."""
+    pages = 0
+    node: Node | None = lease.node
+    while node is not None and node.leases == 1:
+        pages += node.num_device
+        node = node.parent
+    return pages
+
+
 class Kept:
-    """A wish that the path from the root to the end of `node` be evicted last; `num_pages` of it count."""
+    """A wish that the path from the root to the end of `node` be evicted last."""
 
-    __slots__ = ("node", "num_pages")
+    __slots__ = ("node",)
 
-    def __init__(self, node: Node | None, num_pages: int) -> None:
+    def __init__(self, node: Node | None) -> None:
         self.node = node
-        self.num_pages = num_pages
 
 
 class Match(NamedTuple):

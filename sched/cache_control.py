@@ -21,7 +21,7 @@ import numpy as np
 from headrace.kvcache.cache import Cleared, KvCache
 from headrace.kvcache.events import KvEvents
 from headrace.kvcache.identity import PageHash, PrefixKey
-from headrace.kvcache.prefetch import group_keys
+from headrace.kvcache.read_ahead import group_keys
 from headrace.kvcache.storage.client import StorageClient
 from headrace.kvcache.storage.protocol import MAX_KEYS_PER_MESSAGE, Deleted
 from headrace.ops.wire import I32
@@ -153,7 +153,7 @@ class CacheControl:
                 complete = await self._until(lambda: prefetch.done, limit_s)
             finally:
                 self._cache.end_warm(prefetch)
-        return Warmed(prefetch.arrived * key.page_tokens, complete)
+        return Warmed(prefetch.brought_pages * key.page_tokens, complete)
 
     async def delete_stored(self, salt: str | None) -> Deleted:
         """Delete this model's pages from storage: under a salt, or all (None)."""

@@ -397,6 +397,7 @@ class Engine:
     def _pump(self) -> None:
         """Sample and launch what should be now, and set the alarm for what should be later; while idle, copy."""
         depth = 2 if self._options.overlap else 1
+        self._scheduler.read_ahead()
         while self._device.ready is not None:
             if self._sampling.waits and not self._sample():
                 return

@@ -178,9 +178,18 @@ class WaitingQueue:
                 return request.place[2] if request.order in self._rota else float("inf")
 
     def _work_ms(self, request: Request) -> float:
-        """Prefill that the cache does not save."""
-        tokens = len(request.ids) - request.matched_tokens
-        return max(self._prefill_ms(tokens, request.matched_tokens) or tokens * GUESSED_TOKEN_MS, LEAST_WORK_MS)
+        """Prefill that the cache does not save; or reading from storage, where that is quicker."""
+        matched = request.matched_tokens
+        work_ms = self._compute_ms(request, matched)
+        if request.prefetch is not None:
+            tokens, read_ms = self._cache.to_come(request.prefetch)
+            if tokens > matched:
+                work_ms = min(work_ms, read_ms + self._compute_ms(request, tokens))
+        return max(work_ms, LEAST_WORK_MS)
+
+    def _compute_ms(self, request: Request, matched: int) -> float:
+        tokens = len(request.ids) - matched
+        return self._prefill_ms(tokens, matched) or tokens * GUESSED_TOKEN_MS
 
     def _order_by_branches(self) -> None:
         """`dfs-weight` for the requests that came first, as often as costs what looking at `ROTA` requests does."""

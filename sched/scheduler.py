@@ -111,6 +111,11 @@ class Scheduler:
             self.table.leave(request)
         request.stage = Stage.ENDED
 
+    def read_ahead(self) -> None:
+        """Let storage be read for those who are near their turn."""
+        near = islice(self.waiting, _MAX_LOOKED_AT)
+        self.cache.read_ahead(request.prefetch for request in near if request.prefetch is not None)
+
     def prepare(self, step: int, now_s: float, budget_for: BudgetFor) -> tuple[ScheduleBatch | None, list[Request]]:
         """The batch that becomes `step`, or None if nothing can run now; and requests that can never go on and must be
         failed."""
@@ -345,6 +350,9 @@ class Scheduler:
             return "prefix"
         if not budget.tokens(0):
             return "budget"
+        if request.prefetch is not None and not request.prefetch.is_due and not self._fits(request):
+            # Its turn to wait for storage comes when nothing else is in its way.
+            return "pages"
         if self._waits_for_storage(request):
             return "storage"
         holding = self._open(request)
@@ -362,6 +370,14 @@ class Scheduler:
         self.waiting.remove(request)
         self._enter(request, holding)
         return ""
+
+    def _fits(self, request: Request) -> bool:
+        """Whether the pool can spare what the request lacks."""
+        holding = self._open(request)
+        missing = self.cache.layout.pages(len(request.ids)) - holding.count
+        room = self.cache.available_pages - self._reserve(request)
+        self.cache.close(holding, Fence())
+        return bool(missing <= room)
 
     def _open(self, request: Request) -> Holding:
         # The logprob of a prompt id comes from the logits of the position before it.

@@ -13,9 +13,10 @@ import pytest
 from headrace.kvcache.cache import Holding, KvCache
 from headrace.kvcache.host import HostTier
 from headrace.kvcache.pool import Fence, PagePool
-from headrace.kvcache.prefetch import Prefetcher, PrefetchOptions
+from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Lease
+from headrace.kvcache.read_ahead import Prefetcher
 from headrace.sched import collect as collecting
 from headrace.sched import engine as engines
 from headrace.sched.device import EngineFailed
