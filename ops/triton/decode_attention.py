@@ -1,0 +1,232 @@
+"""Attention of rows with one new token, over contexts of any length beside each other: split and merged.
+
+A context is cut into spans of a fixed number of tokens, and a span of one row, for one KV head, is a piece of work. A
+fixed number of programs share all pieces, so that one long context beside many short ones is spread over the whole GPU;
+where a row is cut depends on nothing but its own length, so that its sums are made in one order, whatever else runs.
+Each piece leaves a mixture of values and the logarithm of its weights' sum; a second kernel merges those of a row.
+
+Everything that changes from step to step comes from tensors: a captured graph may be replayed with other contexts.
+
+Bytes and operations: a token of context is 512 B a KV head (128 dimensions, bfloat16), read once for all query heads of
+the group, and 4 · 128 operations for each of them: 8 a byte at 8 heads, far below what any GPU has, so bandwidth is the
+floor: 64 rows of 8k tokens at 8 KV heads are 2.1 GB a layer, 0.7 ms at 3 TB/s. Hence 16 rows in a product, the least
+that a tensor core takes (at 4 heads a group three quarters of them are idle, which costs nothing here), 64 tokens in a
+step (16 KB of keys, as much of values), and three steps under way in shared memory: 96 KB, one program less per SM than
+registers would allow, but 64 KB of reads in flight a program.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.ops.triton.dispatch import WIDEN, ceil_div, launches, power_of_two
+from headrace.ops.triton.paged_attention import LOG2_E, attend_blocks
+from headrace.ops.triton.paged_attention import reference as reference_of_rows
+
+SPAN_TOKENS: Final = 512
+"""256 KB of KV at 128 dimensions, 8 µs of one SM's share of the bandwidth; the mixtures are 1 % of that."""
+
+
+def max_spans(context_tokens: int, span_tokens: int = SPAN_TOKENS, window: int = 0) -> int:
+    """The most pieces that one row of at most so many tokens is cut into."""
+    seen = min(context_tokens, window + span_tokens) if window else context_tokens
+    return ceil_div(seen, span_tokens)
+
+
+def attend_decode(
+    q: Tensor,
+    layer: Tensor,
+    table: Tensor,
+    row_slot: Tensor,
+    row_kv_len: Tensor,
+    out: Tensor,
+    parts: Tensor,
+    part_sums: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    span_tokens: int = SPAN_TOKENS,
+    programs: int = 528,
+) -> None:
+    """Rows with one token each, whose KV is in the pool already.
+
+    `q`, `out`: `[rows, heads, head_dim]`, rows apart by any stride. `layer`: `[num_pages, 2, kv_heads, page_tokens,
+    head_dim]`. `table`: int32 `[slots, pages]`. `row_slot`, `row_kv_len`: int32 `[rows]`; a context of 0 pads the
+    batch: its `out` is left alone. `parts`: float32 `[rows, max_spans, heads, head_dim]`, `part_sums`: float32 `[rows,
+    max_spans, heads]`, written and read here, of any content before; no context may be cut into more spans than they
+    have room for. `window`, `soft_cap`: 0 is none. `span_tokens` must be a multiple of 64. `programs`: 4 for each SM
+    are good.
+    """
+    if not launches(q):
+        starts = torch.arange(len(q) + 1)
+        reference_of_rows(
+            q, layer, table, starts, row_slot, row_kv_len, out, scale=scale, window=window, soft_cap=soft_cap
+        )
+        return
+    rows, heads, head_dim = q.shape
+    kv_heads, page_tokens = layer.shape[2:4]
+    spans = parts.shape[1]
+    widths = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), "SPAN": span_tokens}
+    wide = layer.element_size() * head_dim > 256
+    _attend_spans[(min(ceil_div(programs, kv_heads), rows * spans), kv_heads)](
+        q,
+        layer,
+        table,
+        row_slot,
+        row_kv_len,
+        parts,
+        part_sums,
+        scale * LOG2_E.value,
+        soft_cap,
+        q.stride(0),
+        table.stride(0),
+        ROWS=rows,
+        SPANS=spans,
+        WINDOW=window,
+        CAPPED=soft_cap > 0,
+        KV_HEADS=kv_heads,
+        PAGE_TOKENS=page_tokens,
+        BLOCK_ROWS=power_of_two(rows),
+        BLOCK_M=max(16, power_of_two(heads // kv_heads)),
+        BLOCK_N=32 if wide else 64,
+        **widths,
+        num_warps=4,
+        num_stages=2 if wide else 3,
+    )
+    _merge_spans[(rows, heads)](
+        row_kv_len, parts, part_sums, out, out.stride(0), SPANS=spans, WINDOW=window, **widths, num_warps=1
+    )
+
+
+@triton.jit
+def _attend_spans(
+    q,
+    layer,
+    table,
+    row_slot,
+    row_kv_len,
+    parts,
+    part_sums,
+    scale,
+    soft_cap,
+    q_stride,
+    table_stride,
+    ROWS: tl.constexpr,
+    SPANS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    kv_head = tl.program_id(1)
+    group: tl.constexpr = HEADS // KV_HEADS
+    head = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    inside = (head < group)[:, None] & (dim < HEAD_DIM)[None, :]
+    # Where each row's pieces begin in the list of all: every program counts them again, once.
+    row_at = tl.arange(0, BLOCK_ROWS)
+    contexts = tl.load(row_kv_len + row_at, mask=row_at < ROWS, other=0)
+    counts = tl.cdiv(contexts, SPAN) - _first_span(contexts, WINDOW, SPAN)
+    ends = tl.cumsum(counts, 0)
+    pieces = tl.sum(counts, 0)
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        row = tl.sum((ends <= piece).to(tl.int32), 0)
+        part = piece - tl.max(tl.where(ends <= piece, ends, 0), 0)
+        context = tl.load(row_kv_len + row)
+        begin = (_first_span(context, WINDOW, SPAN) + part) * SPAN
+        end = tl.minimum(begin + SPAN, context)
+        pages = table + tl.load(row_slot + row).to(tl.int64) * table_stride
+        row = row.to(tl.int64)
+        query = tl.load(
+            q + row * q_stride + (kv_head * group + head)[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0
+        )
+        if WIDEN:
+            query = query.to(tl.float32)
+        position = tl.zeros((BLOCK_M,), tl.int32) + context - 1
+        best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        if WINDOW:
+            begin = tl.maximum(begin, (context - WINDOW) // BLOCK_N * BLOCK_N)
+        best, total, mixed = attend_blocks(
+            query,
+            position,
+            best,
+            total,
+            mixed,
+            layer,
+            pages,
+            kv_head,
+            begin,
+            end,
+            context,
+            scale,
+            soft_cap,
+            WINDOW,
+            CAPPED,
+            True,
+            KV_HEADS,
+            PAGE_TOKENS,
+            HEAD_DIM,
+            BLOCK_N,
+            BLOCK_D,
+        )
+        to = (row * SPANS + part) * HEADS + kv_head * group + head
+        tl.store(part_sums + to, best + tl.log2(total), mask=head < group)
+        tl.store(parts + to[:, None] * HEAD_DIM + dim[None, :], mixed / total[:, None], mask=inside)
+
+
+@triton.jit
+def _first_span(context, WINDOW: tl.constexpr, SPAN: tl.constexpr):
+    """The first span of which the last token of a context sees anything."""
+    if WINDOW:
+        return tl.maximum(context - WINDOW, 0) // SPAN
+    return context * 0
+
+
+@triton.jit
+def _merge_spans(
+    row_kv_len,
+    parts,
+    part_sums,
+    out,
+    out_stride,
+    SPANS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    context = tl.load(row_kv_len + row)
+    if context > 0:
+        dim = tl.arange(0, BLOCK_D)
+        best = float("-inf")
+        total = 0.0
+        mixed = tl.zeros((BLOCK_D,), tl.float32)
+        for part in range(tl.cdiv(context, SPAN) - _first_span(context, WINDOW, SPAN)):
+            at = (row * SPANS + part) * HEADS + head
+            weight = tl.load(part_sums + at)
+            values = tl.load(parts + at * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
+            higher = tl.maximum(best, weight)
+            kept = tl.exp2(best - higher)
+            new = tl.exp2(weight - higher)
+            total = total * kept + new
+            mixed = mixed * kept + values * new
+            best = higher
+        tl.store(out + row * out_stride + head * HEAD_DIM + dim, mixed / total, mask=dim < HEAD_DIM)
