@@ -308,7 +308,7 @@ def check_start(start: Start, model: Model) -> None:
             " model was trained for; lower it"
         )
     expected = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
-    if config.window_tokens or start.groups != [expected]:
+    if start.groups != [expected]:
         raise CannotServe(f"this worker serves one group of full attention, {expected}; it was given {start.groups}")
     if start.ring.vocab != config.vocab_size:
         raise CannotServe(f"the ring is sized for {start.ring.vocab} ids, the model has {config.vocab_size}")

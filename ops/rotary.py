@@ -1,8 +1,8 @@
 """Rotary position embedding (arXiv:2104.09864) over interleaved pairs, torch reference.
 
-Dimensions (2i, 2i + 1) of a head are one complex number, turned by position · theta^(-2i / rotary_dim). That is the
-form in which Llama's weights lie in GGUF; weights whose pairs are (i, i + rotary_dim / 2) have their rows reordered at
-load instead.
+Dimensions (2i, 2i + 1) of a head are one complex number, turned by position · theta^(-2i / rotary_dim), divided by what
+a scaling says (`models.rope`). That is the form in which Llama's weights lie in GGUF; weights whose pairs are
+(i, i + rotary_dim / 2) have their rows reordered at load instead (`models.stored_weights`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.ops.models.config import Rope
+
 
 class Rotary:
     """The turns of all positions, made once. complex64 [positions, rotary_dim / 2]; 256 bytes a position for 64."""
 
-    def __init__(self, positions: int, rotary_dim: int, theta: float) -> None:
+    def __init__(self, positions: int, rotary_dim: int, rope: Rope) -> None:
         # In float64: the angle of a late position loses 3 digits in float32.
-        steps = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+        steps = rope.theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+        if rope.divisors:
+            steps /= torch.tensor(rope.divisors, dtype=torch.float64)
         angles = torch.outer(torch.arange(positions, dtype=torch.float64), steps)
         self.table = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
         self._rotary_dim = rotary_dim

@@ -2,7 +2,7 @@
 
 in     the step's batch, the pools, for each layer the event behind its loads
 out    for each layer, its pool, ready to be read and written by what comes next in the compute stream
-state  the plan of torch's attention, once asked for
+state  the plans of torch's attention, once asked for
 owner  the compute stream's step
 ready  a layer's pages when `bring` has returned
 end    with the step
@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from headrace.ops import accesses
-from headrace.ops.attention import AttentionPlan, attend, plan_attention
+from headrace.ops.attention import AttentionPlan, Scores, attend, plan_attention
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.streams import Event, Stream
 from headrace.ops.wire import ForwardBatch
@@ -41,7 +41,8 @@ class StepKv:
         self._places = places
         self._arrivals = arrivals
         self._compute = compute
-        self._plans: dict[int, AttentionPlan] = {}
+        self._plans: dict[tuple[int, int], AttentionPlan] = {}
+        """By group and window."""
         before = batch.row_kv_len - np.diff(batch.row_start)
         for group, pool in enumerate(pools):
             begun = pool.begun_pages(batch.row_slot, before, batch.row_kv_len)
@@ -61,10 +62,10 @@ class StepKv:
         self._compute.uses(partial(accesses.attention, self.batch, self._places[layer][0], pool, index))
         return pool, index
 
-    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, scores: Scores) -> Tensor:
         """torch's attention: `qkv` `[tokens, (heads + 2 · kv_heads) · head_dim]` → `[tokens, heads · head_dim]`."""
         pool, index = self.bring(layer)
-        group = self._places[layer][0]
-        if group not in self._plans:
-            self._plans[group] = plan_attention(self.batch, pool)
-        return attend(pool, index, qkv, self._plans[group])
+        kind = self._places[layer][0], scores.window_tokens
+        if kind not in self._plans:
+            self._plans[kind] = plan_attention(self.batch, pool, scores.window_tokens)
+        return attend(pool, index, qkv, self._plans[kind], scores)

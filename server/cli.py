@@ -67,7 +67,7 @@ def _serve(flags: dict[str, str | bool]) -> int:
     for warning in settings.warnings():
         print(f"headrace: {warning}", file=sys.stderr)
     # Only now: the HTTP server takes 0.2 s to import, which neither --help nor a refusal should wait for.
-    from headrace.ops.models.config import UnsupportedModel
+    from headrace.ops.models.keys import UnsupportedModel
     from headrace.ops.weights.gguf import BadModelFile
     from headrace.server.launch import serve
 

@@ -23,7 +23,9 @@ import uvloop
 from rich.console import Console
 
 from headrace.kvcache.storage.agent_process import AgentProcess
-from headrace.ops.models.config import ModelConfig, UnsupportedModel
+from headrace.ops.models.architectures import read_config
+from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.keys import UnsupportedModel
 from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import GroupShape, RingGeometry, Start
 from headrace.sched.batch import max_batch_bytes
@@ -67,7 +69,7 @@ def serve(settings: Settings) -> int:
         hardware = read_hardware()
         file = GgufFile.open(path)
         try:
-            model = ModelConfig.from_gguf(file)
+            model = read_config(file)
             check_tokenizer(file, path)
             plan = plan_memory(model, settings, hardware)
             fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)

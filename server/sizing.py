@@ -141,10 +141,10 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
 
 
 def kv_layout(model: ModelConfig, dtype: str, page_tokens: int) -> KvLayout:
-    """The model's KV: one group for all layers, until there are models that mix attention spans."""
+    """The model's KV: one group for all layers. A layer with a window keeps all pages, and looks at its window only."""
     group = LayerGroup(
-        kind="window" if model.window_tokens else "full",
-        window_tokens=model.window_tokens,
+        kind="full",
+        window_tokens=0,
         layers=tuple(range(model.layers)),
         kv_heads=model.kv_heads,
         head_dim=model.head_dim,

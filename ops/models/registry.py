@@ -1,35 +1,28 @@
-"""From a model file to a model: which class builds which architecture.
-
-A new architecture is one file beside `llama.py` and one line in `_ARCHITECTURES`.
-"""
+"""From a model file to a model, in torch's layers or in compiled ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import torch
 
-from headrace.ops.models.config import ModelConfig
-from headrace.ops.models.llama import Llama
+from headrace.ops.models.architectures import read_config
+from headrace.ops.models.decoder import Decoder
 from headrace.ops.models.model import Model
 from headrace.ops.models.stored_weights import StoredWeights
-from headrace.ops.weights.gguf import GgufFile
-
-_TORCH: Final[dict[str, Callable[[StoredWeights, ModelConfig, int], Model]]] = {"llama": Llama}
-"""By `ModelConfig.architecture`, which refuses all others."""
+from headrace.ops.weights.files import open_model_file
 
 
 def load_model(path: str, dtype: torch.dtype, context_tokens: int, progress: Callable[[int, int], None]) -> Model:
-    """Read a GGUF file into layers of torch. Raises OSError, BadModelFile or UnsupportedModel with a sentence for the
-    user.
+    """Read a GGUF file or a folder into layers of torch. Raises OSError, BadModelFile or UnsupportedModel with a
+    sentence for the user.
 
     `context_tokens`: the longest context that will be asked for; `progress(done, total)` is called with bytes of the
-    file, after each tensor.
+    weights, after each tensor.
     """
-    with GgufFile.open(path) as file:
-        config = ModelConfig.from_gguf(file)
-        return _TORCH[config.architecture](StoredWeights(file, dtype, progress), config, context_tokens)
+    with open_model_file(path) as file:
+        config = read_config(file)
+        return Decoder(StoredWeights(file, config, dtype, progress), config, context_tokens)
 
 
 def load_compiled(
@@ -41,9 +34,8 @@ def load_compiled(
     progress: Callable[[int, int], None],
 ) -> Model:
     """The same for the compiled kernels, which must have been compiled (`ops.simd.prepare`)."""
-    from headrace.ops.models.compiled_llama import CompiledLlama  # numba, half a second
+    from headrace.ops.models.compiled_decoder import CompiledDecoder  # numba, half a second
 
-    with GgufFile.open(path) as file:
-        config = ModelConfig.from_gguf(file)
-        assert config.architecture == "llama"
-        return CompiledLlama(StoredWeights(file, dtype, progress), config, context_tokens, quantized, threads)
+    with open_model_file(path) as file:
+        config = read_config(file)
+        return CompiledDecoder(StoredWeights(file, config, dtype, progress), config, context_tokens, quantized, threads)

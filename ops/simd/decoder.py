@@ -3,9 +3,11 @@
 The program's only arguments are tables of numbers: addresses and sizes of the step (`StepField`), addresses of the
 weights of each layer (`LayerField`). A call from Python costs 3 µs, and a job's parts are divided by barriers:
 
-    ATTEND  normalize rows │ qkv = rows · Wqkv │ rotate, write keys and values │ attend
+    ATTEND  normalize rows │ qkv = rows · Wqkv │ bias, norms of heads, rotate, write keys and values │ attend
     MLP     x += attended · Wo │ normalize rows │ act = silu(gate) · up │ x += act · Wdown
-    OUTPUT  normalize rows │ logits = rows · Wout
+    OUTPUT  normalize rows │ logits = rows · Wout │ cap
+
+What only some models have (a bias, norms of heads or behind products, a window, a cap) is 0 in the tables of others.
 
 Activations between products are float32 where they are sums (x, qkv, logits), and inputs of the next product where they
 are not. Every row is padded with zeros to whole groups of 32.
@@ -13,293 +15,32 @@ are not. Every row is padded with zeros to whole groups of 32.
 
 from __future__ import annotations
 
-from enum import IntEnum, auto
 from typing import Any, Final
 
 import numba
-import numpy as np
 
-from headrace.ops.simd.attention import HeadPages, attend_block
+from headrace.ops.simd.attention import HeadPages, attend_block, capped
 from headrace.ops.simd.inputs import GROUP, group_bytes, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
-from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
-from headrace.ops.simd.team import await_job, barrier, begin_job, claim
-from headrace.ops.simd.tiles import MAX_ROWS, PANELS, TILE_COLUMNS, fetched_beside, product_rows, tile_height
-from headrace.ops.simd.vector import (
-    F32,
-    F32_BYTES,
-    VECTOR_BYTES,
-    add,
-    divide,
-    exp,
-    get_address,
-    get_i32,
-    load,
-    multiply,
-    splat,
-    store,
-    subtract,
-    value_bytes,
-    zeros,
+from headrace.ops.simd.products import TILE_BYTES, adding_phase, gated_phase, product_phase
+from headrace.ops.simd.rows import (
+    add_normalized,
+    add_row,
+    normalize_head,
+    normalize_row,
+    rotate_head,
+    write_key,
+    write_value,
 )
+from headrace.ops.simd.tables import ATTEND, MLP, OUTPUT, STOP, Constant, LayerField, StepField
+from headrace.ops.simd.team import await_job, barrier, begin_job, claim
+from headrace.ops.simd.vector import F32, F32_BYTES, VECTOR_BYTES, get_address, get_i32, load, store, value_bytes
 
-ATTEND: Final = 1
-MLP: Final = 2
-OUTPUT: Final = 4
-STOP: Final = 8
-
-
-class StepField(IntEnum):
-    """Columns of the step's table (int64)."""
-
-    JOB = 0
-    LAYER = auto()
-    CELLS = auto()
-    """The team's counters."""
-    THREADS = auto()
-    # Sizes of the model.
-    WIDTH = auto()
-    """Of a row of x."""
-    HEADS = auto()
-    KV_HEADS = auto()
-    HEAD_DIM = auto()
-    ROTARY_DIM = auto()
-    WINDOW = auto()
-    X_BYTES = auto()
-    """From one row to the next: x, rows, qkv, queries, attended, act, logits."""
-    ROWS_BYTES = auto()
-    QKV_BYTES = auto()
-    QUERY_BYTES = auto()
-    ATTENDED_BYTES = auto()
-    ATTENDED_INPUT_BYTES = auto()
-    ACT_BYTES = auto()
-    LOGITS_BYTES = auto()
-    SCRATCH_BYTES = auto()
-    """From one thread's scratch to the next's."""
-    WIDTH_STEPS = auto()
-    """Lanes (or groups) of a sum over a row of x, over the attended heads, over the activated."""
-    ATTENDED_STEPS = auto()
-    ACT_STEPS = auto()
-    QKV_TILES = auto()
-    """Tiles of 64 columns: of qkv, of x, of gate and up, of the logits."""
-    WIDTH_TILES = auto()
-    GATE_UP_TILES = auto()
-    LOGITS_TILES = auto()
-    WIDTH_PANEL_BYTES = auto()
-    """From one panel of 16 columns to the next, by what is summed over."""
-    ATTENDED_PANEL_BYTES = auto()
-    ACT_PANEL_BYTES = auto()
-    # The step.
-    TOKENS = auto()
-    """Rows of x."""
-    ITEMS = auto()
-    """Blocks of tokens that attend."""
-    ITEM_ROW = auto()
-    """Addresses of int32 arrays: an item's row of the batch and its first token; a row's first token, its length, its
-    context; a token's row and position; the page table, by row."""
-    ITEM_TOKEN = auto()
-    BLOCK_TOKENS = auto()
-    ROW_START = auto()
-    ROW_KV_LEN = auto()
-    TOKEN_ROW = auto()
-    POSITIONS = auto()
-    TABLES = auto()
-    """Address of int64 [rows]: each row's part of the page table."""
-    PAGES = auto()
-    """Address of the layer's pages."""
-    PAGE_BYTES = auto()
-    PAGE_TOKENS = auto()
-    HEAD_PLANE_BYTES = auto()
-    """A head's keys of a page, or its values."""
-    TURNS = auto()
-    """Address of float32 [positions, rotary_dim]."""
-    # Buffers.
-    X = auto()
-    ROWS = auto()
-    QKV = auto()
-    QUERIES = auto()
-    ATTENDED = auto()
-    ATTENDED_INPUT = auto()
-    """The attended heads as inputs of a product: `ATTENDED` itself where the elements are KV's."""
-    ACT = auto()
-    LOGITS = auto()
-    SCRATCH = auto()
-    OUTPUT_NORM = auto()
-    OUTPUT_WEIGHTS = auto()
-
-
-class LayerField(IntEnum):
-    """Columns of the table of weights (int64 addresses)."""
-
-    ATTENTION_NORM = 0
-    QKV = auto()
-    OUTPUT = auto()
-    MLP_NORM = auto()
-    GATE_UP = auto()
-    DOWN = auto()
-
-
-class Constant(IntEnum):
-    """Columns of the table of constants (float64)."""
-
-    NORM_EPSILON = 0
-    SCORE_SCALE = auto()
-    SCORE_CAP = auto()
-
-
-ROW_BLOCK: Final = 96
-"""Rows that a tile of columns takes at a time: their inputs and the tile's weights fit the second cache together."""
 NORM_ROWS: Final = 4
 """Rows of one claim of what is done row by row."""
-TILE_BYTES: Final = TILE_COLUMNS * F32_BYTES
-SCRATCH_TILE_BYTES: Final = MAX_ROWS * TILE_BYTES
 
 _S: Final = StepField
 _L: Final = LayerField
-
-
-@kernel
-def multiply_block(
-    element: Any,
-    x: int,
-    x_bytes: int,
-    rows: int,
-    weights: int,
-    following: int,
-    panel_bytes: int,
-    steps: int,
-    out: int,
-    out_bytes: int,
-) -> None:
-    """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next."""
-    row = 0
-    while row < rows:
-        height, to = tile_height(rows - row), out + row * out_bytes
-        ahead = fetched_beside(row, rows, weights, following, panel_bytes)
-        product_rows(element, height, x + row * x_bytes, x_bytes, weights, ahead, panel_bytes, steps, to, out_bytes)
-        row += height
-
-
-@kernel
-def product_phase(
-    element: Any,
-    cells: int,
-    threads: int,
-    phase: int,
-    x: int,
-    x_bytes: int,
-    rows: int,
-    weights: int,
-    panel_bytes: int,
-    steps: int,
-    tiles: int,
-    out: int,
-    out_bytes: int,
-) -> None:
-    """out = x · weights."""
-    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
-    piece = claim(cells, phase)
-    while piece < tiles * blocks:
-        tile, first = piece // blocks, piece % blocks * ROW_BLOCK
-        multiply_block(
-            element,
-            x + first * x_bytes,
-            x_bytes,
-            min(ROW_BLOCK, rows - first),
-            weights + PANELS * tile * panel_bytes,
-            weights + PANELS * (tile + threads) * panel_bytes,
-            panel_bytes,
-            steps,
-            out + first * out_bytes + tile * TILE_BYTES,
-            out_bytes,
-        )
-        piece = claim(cells, phase)
-
-
-@kernel
-def adding_phase(
-    element: Any,
-    cells: int,
-    threads: int,
-    phase: int,
-    x: int,
-    x_bytes: int,
-    rows: int,
-    weights: int,
-    panel_bytes: int,
-    steps: int,
-    tiles: int,
-    scratch: int,
-    out: int,
-    out_bytes: int,
-) -> None:
-    """out += x · weights."""
-    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
-    piece = claim(cells, phase)
-    while piece < tiles * blocks:
-        tile, first = piece // blocks, piece % blocks * ROW_BLOCK
-        columns = weights + PANELS * tile * panel_bytes
-        following = columns + PANELS * threads * panel_bytes
-        row, end = first, min(first + ROW_BLOCK, rows)
-        while row < end:
-            height = tile_height(end - row)
-            ahead = fetched_beside(row - first, end - first, columns, following, panel_bytes)
-            product_rows(
-                element, height, x + row * x_bytes, x_bytes, columns, ahead, panel_bytes, steps, scratch, TILE_BYTES
-            )
-            for at in range(height):
-                here, to = scratch + at * TILE_BYTES, out + (row + at) * out_bytes + tile * TILE_BYTES
-                for column in range(0, TILE_BYTES, VECTOR_BYTES):
-                    store(F32, to + column, add(load(F32, to + column), load(F32, here + column)))
-            row += height
-        piece = claim(cells, phase)
-
-
-@kernel
-def silu(x: Any) -> Any:
-    """x / (1 + exp(-x))."""
-    return divide(x, add(splat(np.float32(1)), exp(subtract(zeros(), x))))
-
-
-@kernel
-def gated_phase(
-    element: Any,
-    cells: int,
-    threads: int,
-    phase: int,
-    x: int,
-    x_bytes: int,
-    rows: int,
-    weights: int,
-    panel_bytes: int,
-    steps: int,
-    tiles: int,
-    scratch: int,
-    out: int,
-    out_bytes: int,
-) -> None:
-    """out = silu(x · gate) · (x · up), as inputs of the next product. A tile is 32 columns of gate, then the same of
-    up."""
-    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
-    piece = claim(cells, phase)
-    while piece < tiles * blocks:
-        tile, first = piece // blocks, piece % blocks * ROW_BLOCK
-        columns = weights + PANELS * tile * panel_bytes
-        following = columns + PANELS * threads * panel_bytes
-        row, end = first, min(first + ROW_BLOCK, rows)
-        while row < end:
-            height = tile_height(end - row)
-            ahead = fetched_beside(row - first, end - first, columns, following, panel_bytes)
-            product_rows(
-                element, height, x + row * x_bytes, x_bytes, columns, ahead, panel_bytes, steps, scratch, TILE_BYTES
-            )
-            for at in range(height):
-                here = scratch + at * TILE_BYTES
-                low = multiply(silu(load(F32, here)), load(F32, here + 2 * VECTOR_BYTES))
-                high = multiply(silu(load(F32, here + VECTOR_BYTES)), load(F32, here + 3 * VECTOR_BYTES))
-                store_group(element, out + (row + at) * out_bytes + tile * group_bytes(element), low, high)
-            row += height
-        piece = claim(cells, phase)
 
 
 @kernel
@@ -314,8 +55,9 @@ def norm_phase(element: Any, cells: int, phase: int, step: Any, weight: int, eps
 
 
 @kernel
-def rotary_phase(kv: Any, cells: int, phase: int, step: Any, scratch: int) -> None:
-    """Queries turned; keys turned, and with the values in their pages."""
+def rotary_phase(kv: Any, cells: int, phase: int, step: Any, layer: Any, epsilon: float, scratch: int) -> None:
+    """Biases added and heads normalized where the layer has that; queries turned; keys turned, and with the values in
+    their pages."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     rotary_dim, page_tokens = step[_S.ROTARY_DIM], step[_S.PAGE_TOKENS]
     packed = page_tokens % LANES == 0
@@ -323,8 +65,15 @@ def rotary_phase(kv: Any, cells: int, phase: int, step: Any, scratch: int) -> No
     while piece * NORM_ROWS < step[_S.TOKENS]:
         for token in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, step[_S.TOKENS])):
             position = get_i32(step[_S.POSITIONS] + token * 4)
-            turns = step[_S.TURNS] + position * rotary_dim * F32_BYTES
+            turns = layer[_L.TURNS] + position * rotary_dim * F32_BYTES
             qkv = step[_S.QKV] + token * step[_S.QKV_BYTES]
+            if layer[_L.QKV_BIAS] != 0:
+                add_row(qkv, layer[_L.QKV_BIAS], (heads + 2 * kv_heads) * dim)
+            if layer[_L.QUERY_NORM] != 0:
+                for head in range(heads):
+                    normalize_head(qkv + head * dim * F32_BYTES, layer[_L.QUERY_NORM], dim, epsilon)
+                for head in range(heads, heads + kv_heads):
+                    normalize_head(qkv + head * dim * F32_BYTES, layer[_L.KEY_NORM], dim, epsilon)
             queries = step[_S.QUERIES] + token * step[_S.QUERY_BYTES]
             for head in range(heads):
                 to = queries + head * dim * value_bytes(kv)
@@ -366,7 +115,7 @@ def table_of(step: Any, row: int) -> int:
 
 
 @kernel
-def attention_phase(kv: Any, cells: int, phase: int, step: Any, constants: Any, scratch: int) -> None:
+def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, constants: Any, scratch: int) -> None:
     """Every block of tokens, with each KV head."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     sharing, size = heads // kv_heads, value_bytes(kv)
@@ -397,7 +146,7 @@ def attention_phase(kv: Any, cells: int, phase: int, step: Any, constants: Any, 
             get_i32(step[_S.ROW_KV_LEN] + row * 4) - end + token,
             sharing,
             constants[Constant.SCORE_SCALE],
-            step[_S.WINDOW],
+            window,
             constants[Constant.SCORE_CAP],
             scratch,
             step[_S.ATTENDED] + token * step[_S.ATTENDED_BYTES] + of_head,
@@ -427,44 +176,93 @@ def attend_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, sc
         step[_S.QKV_BYTES],
     )
     barrier(cells, threads)
-    rotary_phase(kv, cells, 2, step, scratch)
+    rotary_phase(kv, cells, 2, step, layer, constants[Constant.NORM_EPSILON], scratch)
     barrier(cells, threads)
-    attention_phase(kv, cells, 3, step, constants, scratch)
+    attention_phase(kv, cells, 3, step, layer[_L.WINDOW], constants, scratch)
+    barrier(cells, threads)
+
+
+@kernel
+def residual_phases(
+    element: Any,
+    cells: int,
+    threads: int,
+    phase: int,
+    step: Any,
+    rows: int,
+    row_bytes: int,
+    weights: int,
+    panel_bytes: int,
+    steps: int,
+    norm: int,
+    epsilon: float,
+    scratch: int,
+) -> None:
+    """x += rows · weights, which are normalized before where there is a norm for it; phases `phase` and the next."""
+    tokens, tiles, x_bytes = step[_S.TOKENS], step[_S.WIDTH_TILES], step[_S.X_BYTES]
+    if norm == 0:
+        adding_phase(
+            element,
+            cells,
+            threads,
+            phase,
+            rows,
+            row_bytes,
+            tokens,
+            weights,
+            panel_bytes,
+            steps,
+            tiles,
+            scratch,
+            step[_S.X],
+            x_bytes,
+        )
+        barrier(cells, threads)
+        return
+    added = step[_S.ADDED]
+    product_phase(
+        element, cells, threads, phase, rows, row_bytes, tokens, weights, panel_bytes, steps, tiles, added, x_bytes
+    )
+    barrier(cells, threads)
+    piece = claim(cells, phase + 1)
+    while piece * NORM_ROWS < tokens:
+        for row in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, tokens)):
+            add_normalized(added + row * x_bytes, norm, step[_S.WIDTH], epsilon, step[_S.X] + row * x_bytes)
+        piece = claim(cells, phase + 1)
     barrier(cells, threads)
 
 
 @kernel
 def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scratch: int) -> None:
     cells, threads, layer = step[_S.CELLS], step[_S.THREADS], layers[step[_S.LAYER]]
-    tokens = step[_S.TOKENS]
+    tokens, epsilon = step[_S.TOKENS], constants[Constant.NORM_EPSILON]
     if step[_S.ATTENDED_INPUT] != step[_S.ATTENDED]:
         width = (step[_S.HEADS] * step[_S.HEAD_DIM] + GROUP - 1) // GROUP * GROUP
         input_phase(element, kv, cells, 4, step, width)
         barrier(cells, threads)
-    adding_phase(
+    residual_phases(
         element,
         cells,
         threads,
         5,
+        step,
         step[_S.ATTENDED_INPUT],
         step[_S.ATTENDED_INPUT_BYTES],
-        tokens,
         layer[_L.OUTPUT],
         step[_S.ATTENDED_PANEL_BYTES],
         step[_S.ATTENDED_STEPS],
-        step[_S.WIDTH_TILES],
+        layer[_L.AFTER_ATTENTION],
+        epsilon,
         scratch,
-        step[_S.X],
-        step[_S.X_BYTES],
     )
-    barrier(cells, threads)
-    norm_phase(element, cells, 6, step, layer[_L.MLP_NORM], constants[Constant.NORM_EPSILON])
+    norm_phase(element, cells, 7, step, layer[_L.MLP_NORM], epsilon)
     barrier(cells, threads)
     gated_phase(
         element,
+        step[_S.ACTIVATION],
         cells,
         threads,
-        7,
+        8,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
         tokens,
@@ -477,35 +275,44 @@ def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scrat
         step[_S.ACT_BYTES],
     )
     barrier(cells, threads)
-    adding_phase(
+    residual_phases(
         element,
         cells,
         threads,
-        8,
+        9,
+        step,
         step[_S.ACT],
         step[_S.ACT_BYTES],
-        tokens,
         layer[_L.DOWN],
         step[_S.ACT_PANEL_BYTES],
         step[_S.ACT_STEPS],
-        step[_S.WIDTH_TILES],
+        layer[_L.AFTER_MLP],
+        epsilon,
         scratch,
-        step[_S.X],
-        step[_S.X_BYTES],
     )
-    barrier(cells, threads)
+
+
+@kernel
+def cap_phase(cells: int, phase: int, step: Any, cap: float) -> None:
+    """logits = cap · tanh(logits / cap)."""
+    row = claim(cells, phase)
+    while row < step[_S.TOKENS]:
+        logits = step[_S.LOGITS] + row * step[_S.LOGITS_BYTES]
+        for at in range(0, step[_S.LOGITS_TILES] * TILE_BYTES, VECTOR_BYTES):
+            store(F32, logits + at, capped(load(F32, logits + at), cap))
+        row = claim(cells, phase)
 
 
 @kernel
 def output_job(element: Any, step: Any, constants: Any) -> None:
     cells, threads = step[_S.CELLS], step[_S.THREADS]
-    norm_phase(element, cells, 9, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
+    norm_phase(element, cells, 11, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
     barrier(cells, threads)
     product_phase(
         element,
         cells,
         threads,
-        10,
+        12,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
         step[_S.TOKENS],
@@ -517,6 +324,9 @@ def output_job(element: Any, step: Any, constants: Any) -> None:
         step[_S.LOGITS_BYTES],
     )
     barrier(cells, threads)
+    if constants[Constant.LOGITS_CAP] > 0:
+        cap_phase(cells, 13, step, constants[Constant.LOGITS_CAP])
+        barrier(cells, threads)
 
 
 @kernel

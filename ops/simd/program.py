@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.ops.simd import decoder
 from headrace.ops.simd.compiler import WITNESSES, Elements
-from headrace.ops.simd.decoder import STOP, Constant, LayerField, StepField
+from headrace.ops.simd.tables import STOP, Constant, LayerField, StepField
 from headrace.ops.simd.team import begin_job, new_cells
 
 

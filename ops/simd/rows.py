@@ -1,4 +1,4 @@
-"""What is done row by row: RMSNorm, and rotary embedding with the write of keys and values into their pages."""
+"""What is done row by row: RMSNorm, biases, and rotary embedding with the write of keys and values into their pages."""
 
 from __future__ import annotations
 
@@ -32,21 +32,57 @@ from headrace.ops.simd.vector import (
 
 
 @kernel
-def normalize_row(element: Any, x: int, weight: int, width: int, epsilon: float, out: int) -> None:
-    """RMSNorm (arXiv:1910.07467) of float32 [width] → inputs of a product. Row and weight (float32) go on with zeros
-    up to a whole group."""
+def inverse_length(x: int, width: int, epsilon: float) -> Any:
+    """1 / sqrt(mean of squares + epsilon) of float32 [width], which goes on with zeros up to a whole group; in all
+    lanes."""
     low, high = zeros(), zeros()
     for at in range(0, width, GROUP):
         first, second = load(F32, x + at * F32_BYTES), load(F32, x + at * F32_BYTES + VECTOR_BYTES)
         low, high = fma(first, first, low), fma(second, second, high)
     mean = sum_lanes(add(low, high)) / np.float32(width)
-    scale = splat(np.float32(1) / np.sqrt(mean + np.float32(epsilon)))
+    return splat(np.float32(1) / np.sqrt(mean + np.float32(epsilon)))
+
+
+@kernel
+def normalize_row(element: Any, x: int, weight: int, width: int, epsilon: float, out: int) -> None:
+    """RMSNorm (arXiv:1910.07467) of float32 [width] → inputs of a product. Row and weight (float32) go on with zeros
+    up to a whole group."""
+    scale = inverse_length(x, width, epsilon)
     for at in range(0, width, GROUP):
         here, of = x + at * F32_BYTES, weight + at * F32_BYTES
         first = multiply(multiply(load(F32, here), scale), load(F32, of))
         second = multiply(multiply(load(F32, here + VECTOR_BYTES), scale), load(F32, of + VECTOR_BYTES))
         store_group(element, out, first, second)
         out += group_bytes(element)
+
+
+@kernel
+def add_normalized(row: int, weight: int, width: int, epsilon: float, x: int) -> None:
+    """x += RMSNorm of the row; all float32 [width], with zeros up to a whole group."""
+    scale = inverse_length(row, width, epsilon)
+    for at in range(0, width * F32_BYTES, VECTOR_BYTES):
+        normed = multiply(multiply(load(F32, row + at), scale), load(F32, weight + at))
+        store(F32, x + at, add(load(F32, x + at), normed))
+
+
+@kernel
+def normalize_head(x: int, weight: int, head_dim: int, epsilon: float) -> None:
+    """RMSNorm of float32 [head_dim] in place; a multiple of 16."""
+    total = zeros()
+    for at in range(0, head_dim * F32_BYTES, VECTOR_BYTES):
+        here = load(F32, x + at)
+        total = fma(here, here, total)
+    mean = sum_lanes(total) / np.float32(head_dim)
+    scale = splat(np.float32(1) / np.sqrt(mean + np.float32(epsilon)))
+    for at in range(0, head_dim * F32_BYTES, VECTOR_BYTES):
+        store(F32, x + at, multiply(multiply(load(F32, x + at), scale), load(F32, weight + at)))
+
+
+@kernel
+def add_row(x: int, row: int, width: int) -> None:
+    """x += row; float32 [width], a multiple of 16."""
+    for at in range(0, width * F32_BYTES, VECTOR_BYTES):
+        store(F32, x + at, add(load(F32, x + at), load(F32, row + at)))
 
 
 @kernel

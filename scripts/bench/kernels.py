@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
-from headrace.ops.simd.decoder import multiply_block
 from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
 from headrace.ops.simd.instructions import LANES, kernel
+from headrace.ops.simd.products import multiply_block
 from headrace.ops.simd.rows import normalize_row
 from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.architectures import read_config
 from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import I32
 from headrace.sched.engine import Engine
@@ -62,7 +62,7 @@ async def asking(model_file: Path, **changed: Any) -> AsyncIterator[Asker]:
     chosen = {"max_total_tokens": 4096, "context_length": 1024, "max_running_requests": 16} | changed
     settings = Settings(model_path=str(model_file), dtype="float32", skip_server_warmup=True, cpu_threads=1, **chosen)
     with GgufFile.open(model_file) as file:
-        model = ModelConfig.from_gguf(file)
+        model = read_config(file)
     options = engine_options(settings, model_file, model, plan_memory(model, settings, read_hardware()), b"asking")
     asker = Asker()
 

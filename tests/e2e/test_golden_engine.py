@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.architectures import read_config
 from headrace.ops.weights.gguf import GgufFile
 from headrace.sched.engine import Engine
 from headrace.sched.executors.worker_process import WorkerProcess
@@ -78,7 +78,7 @@ async def engine(model_file: Path, **changed: Any) -> AsyncIterator[Answers]:
     chosen = {"max_total_tokens": 4096, "context_length": 1024, "max_running_requests": 8} | changed
     settings = Settings(model_path=str(model_file), dtype="float32", skip_server_warmup=True, cpu_threads=1, **chosen)
     file = GgufFile.open(model_file)
-    model = ModelConfig.from_gguf(file)
+    model = read_config(file)
     file.close()
     options = engine_options(settings, model_file, model, plan_memory(model, settings, read_hardware()), b"golden")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headrace.kvcache.storage.agent_process import AgentProcess
-from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.architectures import read_config
 from headrace.ops.weights.gguf import GgufFile
 from headrace.sched.engine import Engine
 from headrace.sched.executors.worker_process import WorkerProcess
@@ -99,7 +99,7 @@ async def tiered_engine(model_file: Path, directory: Path, **changed: Any) -> As
     settings = Settings(model_path=str(model_file), skip_server_warmup=True, cpu_threads=1, **(chosen | changed))
     hardware, file = read_hardware(), GgufFile.open(model_file)
     try:
-        model = ModelConfig.from_gguf(file)
+        model = read_config(file)
         plan = plan_memory(model, settings, hardware)
         fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
     finally:

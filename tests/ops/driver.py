@@ -16,9 +16,10 @@ from ops.slot_inits import SlotInit, init_counts, write_inits
 
 from headrace.ops.device_worker import DeviceWorker
 from headrace.ops.kv_pool import KvPool
+from headrace.ops.models import architectures
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.streams import Streams
-from headrace.ops.weights.gguf import GgufFile
+from headrace.ops.weights.files import open_model_file
 from headrace.ops.wire import (
     Backup,
     BatchRing,
@@ -64,8 +65,8 @@ def future(slot: int) -> int:
 
 
 def read_config(model: Path) -> ModelConfig:
-    with GgufFile.open(model) as file:
-        return ModelConfig.from_gguf(file)
+    with open_model_file(model) as file:
+        return architectures.read_config(file)
 
 
 def start_command(config: ModelConfig, model: Path, ring: RingGeometry, **changes: object) -> Start:

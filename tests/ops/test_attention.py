@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.ops import attention
-from headrace.ops.attention import attend, plan_attention
+from headrace.ops.attention import Scores, attend, plan_attention
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.wire import BatchRing, Counts, ForwardBatch, GroupShape, RingGeometry
 
@@ -60,18 +60,24 @@ def pool_for(rows: list[Row], shape: Shape, dtype: torch.dtype) -> KvPool:
     return KvPool(group, pages + 2, shape.page_tokens, 12, CONTEXT, dtype)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, prefix: int, sharing: int) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, prefix: int, sharing: int, kind: Scores) -> Tensor:
     """`q` `[tokens, heads, dim]`, `k`, `v` `[context, kv_heads, dim]`, in float64."""
     out = torch.empty_like(q)
     for token in range(len(q)):
         for head in range(q.shape[1]):
-            seen = slice(0, prefix + token + 1)
-            scores = k[seen, head // sharing] @ q[token, head] / math.sqrt(q.shape[2])
+            end = prefix + token + 1
+            seen = slice(max(0, end - kind.window_tokens) if kind.window_tokens else 0, end)
+            scores = k[seen, head // sharing] @ q[token, head] * kind.scale
+            if kind.cap:
+                scores = kind.cap * torch.tanh(scores / kind.cap)
             out[token, head] = scores.softmax(0) @ v[seen, head // sharing]
     return out
 
 
-def check(shape: Shape, rows: list[Row], dtype: torch.dtype, tolerance: float) -> None:
+def check(
+    shape: Shape, rows: list[Row], dtype: torch.dtype, tolerance: float, window_tokens: int = 0, cap: float = 0.0
+) -> None:
+    kind = Scores(1.3 / math.sqrt(shape.head_dim), window_tokens, cap)
     rng = np.random.default_rng(3)
     pool = pool_for(rows, shape, dtype)
     # A page beyond the rows' own is never looked at.
@@ -93,12 +99,12 @@ def check(shape: Shape, rows: list[Row], dtype: torch.dtype, tolerance: float) -
     qkv = torch.cat((queries.flatten(1), new.flatten(1)), dim=1)
     before = batch.row_kv_len - np.diff(batch.row_start)
     pool.clear(pool.begun_pages(batch.row_slot, before, batch.row_kv_len))
-    plan = plan_attention(batch, pool)
-    out = attend(pool, 1, qkv, plan).view(-1, heads, shape.head_dim)
+    plan = plan_attention(batch, pool, window_tokens)
+    out = attend(pool, 1, qkv, plan, kind).view(-1, heads, shape.head_dim)
     for at, (row, context) in enumerate(zip(rows, contexts)):
         tokens = slice(int(batch.row_start[at]), int(batch.row_start[at + 1]))
         k, v = context.double().unbind(1)
-        expected = dense(queries[tokens].double(), k, v, row.prefix, shape.sharing)
+        expected = dense(queries[tokens].double(), k, v, row.prefix, shape.sharing, kind)
         torch.testing.assert_close(out[tokens].double(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -114,6 +120,26 @@ def test_paged_attention_equals_dense_attention(shape: Shape, rows: list[Row]) -
 @given(shapes, st.lists(rows, min_size=1, max_size=8))
 def test_paged_attention_in_bfloat16_is_as_good_as_its_inputs(shape: Shape, rows: list[Row]) -> None:
     check(shape, rows, torch.bfloat16, 2e-2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.lists(rows, min_size=1, max_size=8), st.sampled_from([1, 5, 16, 17, 40]), st.sampled_from([0.0, 2.0]))
+@example(Shape(2, 3, 8, 16), [Row(0, 33), Row(100, 1), Row(3, 1)], 17, 0.0)
+@example(Shape(2, 3, 8, 16), [Row(0, 33), Row(100, 33), Row(100, 1), Row(3, 1)], 17, 2.0)
+def test_windows_and_soft_caps_equal_dense_attention(shape: Shape, rows: list[Row], window: int, cap: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "MASKED_TOKENS", 10)
+        check(shape, rows, torch.float32, 1e-5, window, cap)
+
+
+def test_pages_before_the_window_are_not_looked_up() -> None:
+    shape, rows = Shape(1, 1, 8, 16), [Row(100, 1), Row(90, 20)]
+    pool = pool_for(rows, shape, torch.float32)
+    batch = batch_of(rows, pool, np.random.default_rng(0))
+    pool.table[batch.row_slot, :4] = -1
+    plan_attention(batch, pool, 20)
+    with pytest.raises(ValueError, match="no page"):
+        plan_attention(batch, pool, 60)
 
 
 def test_a_long_chunk_behind_a_prefix_attends_in_parts() -> None:

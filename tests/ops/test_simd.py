@@ -17,10 +17,10 @@ from torch import Tensor
 
 from headrace.ops.simd import vector
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
-from headrace.ops.simd.decoder import multiply_block
 from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES, group_bytes, store_group
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.packing import pack, quantize, round_up
+from headrace.ops.simd.products import multiply_block
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
 from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8

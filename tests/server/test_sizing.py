@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.config import ModelConfig, Rope
 from headrace.server.config import BadSetting, Settings
 from headrace.server.hardware import Hardware
 from headrace.server.sizing import SPARE_FRACTION, DoesNotFit, MemoryPlan, memory_table, plan_memory, size_text
@@ -27,7 +27,7 @@ SMALL = ModelConfig(
     kv_heads=3,
     head_dim=64,
     intermediate=1536,
-    rope_theta=100000.0,
+    rope=Rope(100000.0),
     rotary_dim=64,
     rope_pairs="interleaved",
     norm_eps=1e-5,

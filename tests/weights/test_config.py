@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace.ops.models.config import MAX_CONTEXT_TOKENS, MAX_NAME_CHARS, ModelConfig, UnsupportedModel, llama_tensors
+from headrace.ops.models.architectures import read_config
+from headrace.ops.models.config import MAX_CONTEXT_TOKENS, ModelConfig, Rope
+from headrace.ops.models.keys import MAX_NAME_CHARS, UnsupportedModel
+from headrace.ops.models.tensors import expected_tensors
 from headrace.ops.weights.gguf import GgufFile
 
 WriteLlama = Callable[..., Path]
@@ -16,7 +19,7 @@ WriteLlama = Callable[..., Path]
 
 def config_of(path: Path) -> ModelConfig:
     with GgufFile.open(path) as file:
-        return ModelConfig.from_gguf(file)
+        return read_config(file)
 
 
 def test_the_default_models_shape(default_model: Path) -> None:
@@ -30,7 +33,7 @@ def test_the_default_models_shape(default_model: Path) -> None:
         kv_heads=3,
         head_dim=64,
         intermediate=1536,
-        rope_theta=100000.0,
+        rope=Rope(100000.0),
         rotary_dim=64,
         rope_pairs="interleaved",
         norm_eps=9.999999747378752e-06,
@@ -42,7 +45,7 @@ def test_the_default_models_shape(default_model: Path) -> None:
 
 def test_expected_tensors_are_the_files(write_llama: WriteLlama) -> None:
     with GgufFile.open(write_llama()) as file:
-        expected = llama_tensors(ModelConfig.from_gguf(file))
+        expected = expected_tensors(read_config(file))
         assert expected == {name: info.shape for name, info in file.tensors.items()}
 
 
@@ -59,7 +62,7 @@ def test_what_a_file_leaves_out_has_the_formats_defaults(write_llama: WriteLlama
 
     config = config_of(write_llama(keys, full))
 
-    assert (config.kv_heads, config.rope_theta, config.rotary_dim) == (4, 10000.0, 16)
+    assert (config.kv_heads, config.rope.theta, config.rotary_dim) == (4, 10000.0, 16)
 
 
 def test_heads_may_be_wider_than_the_hidden_size_says(write_llama: WriteLlama) -> None:
@@ -88,6 +91,22 @@ def test_keys_that_change_nothing_are_accepted(write_llama: WriteLlama, key: str
     assert config_of(write_llama({key: value})) == config_of(write_llama())
 
 
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, 4.0),
+        ({"llama.rope.scaling.factor": 4.0}, 4.0),
+        ({"llama.rope.scale_linear": 2.0}, 2.0),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, None),
+    ],
+)
+def test_a_linear_scaling_divides_all_frequencies(
+    write_llama: WriteLlama, keys: dict[str, Any], factor: float | None
+) -> None:
+    assert config_of(write_llama(keys)).rope == Rope(5000.0, () if factor is None else (factor,) * 8)
+
+
 def test_a_name_is_fit_for_a_log_line(write_llama: WriteLlama) -> None:
     assert config_of(write_llama({"general.name": "a\n\x1b[2Jb" + "c" * 1000})).name == "a[2Jb" + "c" * 113
     assert config_of(write_llama({"general.name": None})).name == "small"
@@ -100,13 +119,13 @@ def test_a_name_is_fit_for_a_log_line(write_llama: WriteLlama) -> None:
 
 def refused(path: Path, because: str) -> None:
     with GgufFile.open(path) as file, pytest.raises(UnsupportedModel, match=because) as refusal:
-        ModelConfig.from_gguf(file)
+        read_config(file)
     assert str(path) in str(refusal.value)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "LLAMA", "x" * 10_000])
+@pytest.mark.parametrize("architecture", ["mistral", "gpt2", "LLAMA", "x" * 10_000])
 def test_other_architectures_are_refused_by_name(write_llama: WriteLlama, architecture: str) -> None:
-    refused(write_llama(architecture=architecture), f"architecture is '{architecture[:20]}.*Supported.*: llama")
+    refused(write_llama(architecture=architecture), f"architecture is '{architecture[:20]}.*Supported.*: llama, qwen2")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +133,8 @@ def test_other_architectures_are_refused_by_name(write_llama: WriteLlama, archit
     [
         ("general.type", "adapter", "general.type is 'adapter'"),
         ("llama.rope.scaling.type", "yarn", "rope.scaling.type is 'yarn'"),
-        ("llama.rope.scaling.type", "linear", "rope.scaling.type is 'linear'"),
-        ("llama.rope.scaling.factor", 4.0, "rope.scaling.factor is 4.0"),
-        ("llama.rope.scale_linear", 2.0, "rope.scale_linear is 2.0"),
+        ("llama.rope.scaling.factor", -4.0, "rope.scaling.factor is -4.0"),
+        ("llama.rope.scaling.attn_factor", 4.0, "rope.scaling.attn_factor is 4.0"),
         ("llama.expert_count", 8, "expert_count is 8"),
         ("llama.attention.sliding_window", 4096, "sliding_window is 4096"),
         ("llama.attention.causal", False, "causal is False"),
@@ -160,10 +178,11 @@ def test_metadata_that_would_be_served_wrong_are_refused(
         ("blk.1.ffn_down.weight", None, "lacks the tensor blk.1.ffn_down.weight"),
         ("blk.0.attn_k.weight", (64, 64), r"attn_k.weight has the shape \(64, 64\).*\(32, 64\)"),
         ("output.weight", (41, 64), "output.weight has the shape"),
-        ("rope_freqs.weight", (8,), "rope scaling, as in Llama 3.1"),
+        ("rope_freqs.weight", (7,), r"rope_freqs.weight is F32 of shape \(7,\)"),
+        ("rope_freqs.weight", (8,), "rope_freqs.weight has numbers that are not positive"),
         ("blk.0.attn_q.bias", (64,), "'blk.0.attn_q.bias' .a bias."),
         ("blk.0.ffn_gate_inp.weight", (8, 64), "mixture of experts"),
-        ("blk.0.attn_q_norm.weight", (16,), "headrace's Llama does not have"),
+        ("blk.0.attn_q_norm.weight", (16,), "headrace's llama does not have"),
     ],
 )
 def test_tensors_that_are_not_the_architectures_are_refused(

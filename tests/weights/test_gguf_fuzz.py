@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.ops.models.config import ModelConfig, UnsupportedModel
+from headrace.ops.models.architectures import read_config
+from headrace.ops.models.keys import UnsupportedModel
 from headrace.ops.weights.gguf import BadModelFile, GgufFile
 
 WriteLlama = Callable[..., Path]
@@ -86,7 +87,7 @@ def read_or_refuse(path: Path) -> bool:
         with GgufFile.open(path) as file:
             for info in file.tensors.values():
                 assert len(file.bytes_of(info)) == info.size_bytes
-            ModelConfig.from_gguf(file)
+            read_config(file)
     except (BadModelFile, UnsupportedModel) as refusal:
         assert str(path) in str(refusal)
         return False

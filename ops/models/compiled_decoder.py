@@ -1,4 +1,4 @@
-"""Llama on a CPU, by the compiled program of `ops.simd`: a call a layer.
+"""A decoder of any of the architectures on a CPU, by the compiled program of `ops.simd`: a call a layer.
 
 A row's bits depend on its own tokens alone: not on its batch-mates, on the number of rows or threads, on where a chunk
 ends, nor on where its prefix's pages came from.
@@ -13,23 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.config import ModelConfig, Rope
 from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.rotary import Rotary
 from headrace.ops.simd.attention import block_tokens, scratch_bytes
 from headrace.ops.simd.compiler import Elements
-from headrace.ops.simd.decoder import (
-    ATTEND,
-    MLP,
-    OUTPUT,
-    SCRATCH_TILE_BYTES,
-    Constant,
-    LayerField,
-    StepField,
-)
 from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
 from headrace.ops.simd.packing import pack, paired, quantize, round_up
+from headrace.ops.simd.products import SCRATCH_TILE_BYTES
 from headrace.ops.simd.program import Program
+from headrace.ops.simd.tables import ATTEND, GELU, MLP, OUTPUT, SILU, Constant, LayerField, StepField
 from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import VECTOR_BYTES
 from headrace.ops.step_kv import StepKv
@@ -39,14 +32,13 @@ ROOM_ROWS: Final = 64
 """Buffers grow by whole multiples of so many rows."""
 
 
-class CompiledLlama:
+class CompiledDecoder:
     """The model of one file. `weights.dtype` is the KV's; the residual stream is float32."""
 
     def __init__(
         self, weights: StoredWeights, config: ModelConfig, context_tokens: int, quantized: bool, threads: int
     ) -> None:
         """`context_tokens`: the longest context that will be asked for."""
-        assert config.rope_pairs == "interleaved", "the program turns interleaved pairs"
         kv: Elements = "float32" if weights.dtype == torch.float32 else "bfloat16"
         self.config = config
         self._elements: Elements = "q8" if quantized else kv
@@ -56,17 +48,18 @@ class CompiledLlama:
         self._source = torch.float32 if quantized else weights.dtype
         self._packed: list[Tensor] = []
         self._buffers: dict[StepField, Tensor] = {}
+        left_out = {StepField.LOGITS} if config.post_norms else {StepField.LOGITS, StepField.ADDED}
+        self._buffered = tuple(field for field in _ROW_BYTES if field not in left_out)
         self._program = Program(self._elements, kv, config.layers, threads)
         self._embedding = weights.read("token_embd.weight", weights.dtype)
+        self._rotaries: dict[Rope, Rotary] = {}
         for layer in range(config.layers):
-            self._read_layer(weights, layer)
+            self._read_layer(weights, layer, context_tokens)
         tied = config.tied_embeddings
         output = self._embedding if tied else weights.read("output.weight", self._source)
         step = self._program.step
         step[StepField.OUTPUT_WEIGHTS] = self._kept(self._pack(output))
-        step[StepField.OUTPUT_NORM] = self._norm(weights, "output_norm.weight")
-        self._rotary = Rotary(context_tokens, config.rotary_dim, config.rope_theta)
-        step[StepField.TURNS] = self._rotary.table.data_ptr()
+        step[StepField.OUTPUT_NORM] = self._norm(weights, "output_norm")
         self._set_sizes()
 
     @property
@@ -83,6 +76,8 @@ class CompiledLlama:
         self._make_room(tokens)
         x = self._buffers[StepField.X]
         x[:tokens, : self.config.hidden] = self._embedding.index_select(0, ids)
+        if self.config.embedding_scale != 1:
+            x[:tokens] *= self.config.embedding_scale
         step[StepField.TOKENS] = tokens
         used = self._describe(kv)
         for layer in range(layers):
@@ -114,20 +109,38 @@ class CompiledLlama:
     # -----------------------------------------------------------------------------------------------------------
     # Weights
 
-    def _read_layer(self, weights: StoredWeights, layer: int) -> None:
+    def _read_layer(self, weights: StoredWeights, layer: int, context_tokens: int) -> None:
         def read(*names: str) -> Tensor:
             return weights.fused([f"blk.{layer}.{name}.weight" for name in names], self._source)
 
-        row = self._program.layers[layer]
-        row[LayerField.ATTENTION_NORM] = self._norm(weights, f"blk.{layer}.attn_norm.weight")
-        row[LayerField.QKV] = self._kept(self._pack(read("attn_q", "attn_k", "attn_v")))
+        def norm(name: str) -> int:
+            return self._norm(weights, f"blk.{layer}.{name}")
+
+        config, row, projections = self.config, self._program.layers[layer], ("attn_q", "attn_k", "attn_v")
+        row[LayerField.ATTENTION_NORM] = norm("attn_norm")
+        row[LayerField.QKV] = self._kept(self._pack(read(*projections)))
+        if config.qkv_bias:
+            biases = [f"blk.{layer}.{name}.bias" for name in projections]
+            row[LayerField.QKV_BIAS] = self._kept(weights.fused(biases, torch.float32))
+        if config.qk_norm:
+            row[LayerField.QUERY_NORM], row[LayerField.KEY_NORM] = norm("attn_q_norm"), norm("attn_k_norm")
+        rope = config.rope_of(layer)
+        if rope not in self._rotaries:
+            self._rotaries[rope] = Rotary(context_tokens, config.rotary_dim, rope)
+        row[LayerField.TURNS] = self._rotaries[rope].table.data_ptr()
+        row[LayerField.WINDOW] = config.window(layer)
         row[LayerField.OUTPUT] = self._kept(self._pack(read("attn_output")))
-        row[LayerField.MLP_NORM] = self._norm(weights, f"blk.{layer}.ffn_norm.weight")
+        row[LayerField.MLP_NORM] = norm("ffn_norm")
         row[LayerField.GATE_UP] = self._kept(self._pack(paired(read("ffn_gate"), read("ffn_up"))))
         row[LayerField.DOWN] = self._kept(self._pack(read("ffn_down")))
+        if config.post_norms:
+            row[LayerField.AFTER_ATTENTION], row[LayerField.AFTER_MLP] = (
+                norm("post_attention_norm"),
+                norm("post_ffw_norm"),
+            )
 
     def _norm(self, weights: StoredWeights, name: str) -> int:
-        weight = weights.read(name, torch.float32)
+        weight = weights.norm(name)
         return self._kept(torch.nn.functional.pad(weight, (0, -len(weight) % GROUP)))
 
     def _kept(self, tensor: Tensor) -> int:
@@ -151,7 +164,7 @@ class CompiledLlama:
             (StepField.KV_HEADS, config.kv_heads),
             (StepField.HEAD_DIM, config.head_dim),
             (StepField.ROTARY_DIM, config.rotary_dim),
-            (StepField.WINDOW, config.window_tokens),
+            (StepField.ACTIVATION, GELU if config.activation == "gelu" else SILU),
             (StepField.X_BYTES, round_up(config.hidden, TILE_COLUMNS) * F32_BYTES),
             (StepField.ROWS_BYTES, self._input_bytes(config.hidden)),
             (StepField.QKV_BYTES, round_up(qkv, TILE_COLUMNS) * F32_BYTES),
@@ -178,7 +191,9 @@ class CompiledLlama:
         step[StepField.SCRATCH] = self._scratch.data_ptr()
         constants = self._program.constants
         constants[Constant.NORM_EPSILON] = config.norm_eps
-        constants[Constant.SCORE_SCALE] = config.head_dim**-0.5
+        constants[Constant.SCORE_SCALE] = config.score_scale
+        constants[Constant.SCORE_CAP] = config.attention_cap
+        constants[Constant.LOGITS_CAP] = config.logits_cap
 
     def _input_bytes(self, width: int) -> int:
         """Of a row of `width` values as inputs of a product."""
@@ -198,7 +213,7 @@ class CompiledLlama:
     def _make_room(self, rows: int, *fields: StepField) -> None:
         """Buffers of at least so many rows: the given ones, or all but the logits."""
         step = self._program.step
-        for field in fields or _BUFFERS:
+        for field in fields or self._buffered:
             buffer = self._buffers.get(field)
             if buffer is None or len(buffer) < rows:
                 row_bytes = int(step[_ROW_BYTES[field]])
@@ -244,6 +259,7 @@ class CompiledLlama:
 
 _ROW_BYTES: Final = {
     StepField.X: StepField.X_BYTES,
+    StepField.ADDED: StepField.X_BYTES,
     StepField.ROWS: StepField.ROWS_BYTES,
     StepField.QKV: StepField.QKV_BYTES,
     StepField.QUERIES: StepField.QUERY_BYTES,
@@ -252,4 +268,3 @@ _ROW_BYTES: Final = {
     StepField.ACT: StepField.ACT_BYTES,
     StepField.LOGITS: StepField.LOGITS_BYTES,
 }
-_BUFFERS: Final = tuple(field for field in _ROW_BYTES if field is not StepField.LOGITS)

@@ -1,0 +1,54 @@
+"""The architectures that can be served: a file each, and a line here. No torch here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headrace.ops.models.architectures.gemma2 import GEMMA2
+from headrace.ops.models.architectures.llama import LLAMA
+from headrace.ops.models.architectures.mistral import MISTRAL
+from headrace.ops.models.architectures.qwen2 import QWEN2
+from headrace.ops.models.architectures.qwen3 import QWEN3
+from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.keys import Keys, UnsupportedModel, shown
+from headrace.ops.models.tensors import stored_tensors
+from headrace.ops.weights.files import ModelFile
+from headrace.ops.weights.folder import CONFIG
+from headrace.ops.weights.gguf import GgufFile, TensorInfo
+
+ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2)
+
+
+def read_config(file: ModelFile) -> ModelConfig:
+    """Raises UnsupportedModel, also when tensors are missing, too many, or of another shape than they should be."""
+    return _from_gguf(file) if isinstance(file, GgufFile) else _from_folder(file)
+
+
+def tensors_of(file: ModelFile, config: ModelConfig) -> dict[str, TensorInfo]:
+    """The tensors of a file whose config has been read, by GGUF's names."""
+    (names,) = (each.folder_names for each in ARCHITECTURES if each.name == config.architecture)
+    return stored_tensors(file, config, names)
+
+
+def _from_gguf(file: GgufFile) -> ModelConfig:
+    keys = Keys(file.path, file.metadata)
+    name = keys.text("general.architecture")
+    for architecture in ARCHITECTURES:
+        if architecture.name == name and architecture.from_gguf is not None:
+            keys.must_be("general.type", ("model",))
+            return architecture.from_gguf(keys, file)
+    raise _unknown(keys, name, [each.name for each in ARCHITECTURES if each.from_gguf is not None])
+
+
+def _from_folder(file: ModelFile) -> ModelConfig:
+    assert not isinstance(file, GgufFile)
+    keys = Keys(f"{file.path}/{CONFIG}", file.config)
+    names = keys.texts("architectures")
+    for architecture in ARCHITECTURES:
+        if architecture.class_name in names:
+            return architecture.from_folder(keys, file)
+    raise _unknown(keys, names[0] if names else None, [each.class_name for each in ARCHITECTURES])
+
+
+def _unknown(keys: Keys, name: str | None, supported: list[str]) -> UnsupportedModel:
+    return keys.refused(f"its architecture is {shown(name)}", f"Supported architectures: {', '.join(supported)}")

@@ -1,0 +1,129 @@
+"""The tables that are a compiled program's only arguments: what it computes with, as numbers.
+
+step       int64: sizes of the model, addresses and sizes of the step, addresses of buffers
+layers     int64 [layers, fields]: addresses of weights
+constants  float64
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+from typing import Final
+
+ATTEND: Final = 1
+MLP: Final = 2
+OUTPUT: Final = 4
+STOP: Final = 8
+
+
+class StepField(IntEnum):
+    """Columns of the step's table (int64)."""
+
+    JOB = 0
+    LAYER = auto()
+    CELLS = auto()
+    """The team's counters."""
+    THREADS = auto()
+    # Sizes of the model.
+    WIDTH = auto()
+    """Of a row of x."""
+    HEADS = auto()
+    KV_HEADS = auto()
+    HEAD_DIM = auto()
+    ROTARY_DIM = auto()
+    ACTIVATION = auto()
+    """Of the gate: `SILU` or `GELU`."""
+    X_BYTES = auto()
+    """From one row to the next: x, rows, qkv, queries, attended, act, logits."""
+    ROWS_BYTES = auto()
+    QKV_BYTES = auto()
+    QUERY_BYTES = auto()
+    ATTENDED_BYTES = auto()
+    ATTENDED_INPUT_BYTES = auto()
+    ACT_BYTES = auto()
+    LOGITS_BYTES = auto()
+    SCRATCH_BYTES = auto()
+    """From one thread's scratch to the next's."""
+    WIDTH_STEPS = auto()
+    """Lanes (or groups) of a sum over a row of x, over the attended heads, over the activated."""
+    ATTENDED_STEPS = auto()
+    ACT_STEPS = auto()
+    QKV_TILES = auto()
+    """Tiles of 64 columns: of qkv, of x, of gate and up, of the logits."""
+    WIDTH_TILES = auto()
+    GATE_UP_TILES = auto()
+    LOGITS_TILES = auto()
+    WIDTH_PANEL_BYTES = auto()
+    """From one panel of 16 columns to the next, by what is summed over."""
+    ATTENDED_PANEL_BYTES = auto()
+    ACT_PANEL_BYTES = auto()
+    # The step.
+    TOKENS = auto()
+    """Rows of x."""
+    ITEMS = auto()
+    """Blocks of tokens that attend."""
+    ITEM_ROW = auto()
+    """Addresses of int32 arrays: an item's row of the batch and its first token; a row's first token, its length, its
+    context; a token's row and position; the page table, by row."""
+    ITEM_TOKEN = auto()
+    BLOCK_TOKENS = auto()
+    ROW_START = auto()
+    ROW_KV_LEN = auto()
+    TOKEN_ROW = auto()
+    POSITIONS = auto()
+    TABLES = auto()
+    """Address of int64 [rows]: each row's part of the page table."""
+    PAGES = auto()
+    """Address of the layer's pages."""
+    PAGE_BYTES = auto()
+    PAGE_TOKENS = auto()
+    HEAD_PLANE_BYTES = auto()
+    """A head's keys of a page, or its values."""
+    # Buffers.
+    X = auto()
+    ADDED = auto()
+    """What is normalized before it is added to x."""
+    ROWS = auto()
+    QKV = auto()
+    QUERIES = auto()
+    ATTENDED = auto()
+    ATTENDED_INPUT = auto()
+    """The attended heads as inputs of a product: `ATTENDED` itself where the elements are KV's."""
+    ACT = auto()
+    LOGITS = auto()
+    SCRATCH = auto()
+    OUTPUT_NORM = auto()
+    OUTPUT_WEIGHTS = auto()
+
+
+class LayerField(IntEnum):
+    """Columns of the table of layers (int64): addresses of weights, 0 where the model has none, and the window."""
+
+    ATTENTION_NORM = 0
+    QKV = auto()
+    QKV_BIAS = auto()
+    QUERY_NORM = auto()
+    KEY_NORM = auto()
+    TURNS = auto()
+    """float32 [positions, rotary_dim]."""
+    WINDOW = auto()
+    """A token sees itself and so many - 1 before it; 0: all."""
+    OUTPUT = auto()
+    AFTER_ATTENTION = auto()
+    MLP_NORM = auto()
+    GATE_UP = auto()
+    DOWN = auto()
+    AFTER_MLP = auto()
+
+
+class Constant(IntEnum):
+    """Columns of the table of constants (float64)."""
+
+    NORM_EPSILON = 0
+    SCORE_SCALE = auto()
+    SCORE_CAP = auto()
+    LOGITS_CAP = auto()
+
+
+SILU: Final = 0
+GELU: Final = 1
