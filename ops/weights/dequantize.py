@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from headrace.ops.weights import k_quants
 from headrace.ops.weights.gguf import KINDS, TensorKind
 
 _BY_NAME: Final = {kind.name: kind for kind in KINDS.values()}
@@ -95,6 +96,32 @@ def _q4_1(blocks: Tensor, out: Tensor) -> None:
     out.add_(minimum)
 
 
+def _q5_0(blocks: Tensor, out: Tensor) -> None:
+    """f16 scale, 4 bytes whose bit i is the fifth bit of element i, 16 bytes laid out as in Q4_0, each minus 16."""
+    scale = blocks[:, :2].view(torch.float16).float()
+    low, high = _five_bits(blocks[:, 2:6], blocks[:, 6:])
+    torch.mul(low.view(torch.int8).sub_(16), scale, out=out[:, :16])
+    torch.mul(high.view(torch.int8).sub_(16), scale, out=out[:, 16:])
+
+
+def _q5_1(blocks: Tensor, out: Tensor) -> None:
+    """f16 scale, f16 minimum, then as in Q5_0."""
+    scale_and_minimum = blocks[:, :4].view(torch.float16).float()
+    scale, minimum = scale_and_minimum[:, :1], scale_and_minimum[:, 1:]
+    low, high = _five_bits(blocks[:, 4:8], blocks[:, 8:])
+    torch.mul(low, scale, out=out[:, :16])
+    torch.mul(high, scale, out=out[:, 16:])
+    out.add_(minimum)
+
+
+def _five_bits(fifths: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 `[blocks, 4]` and `[blocks, 16]` → the elements 0..15 and 16..31, from 0 to 31."""
+    bits = ((fifths[:, :, None] >> _EIGHT & 1) << 4).flatten(1)
+    return (pairs & 15).add_(bits[:, :16]), (pairs >> 4).add_(bits[:, 16:])
+
+
+_EIGHT: Final = torch.arange(8, dtype=torch.uint8)
+
 DECODERS: Final[dict[str, Callable[[Tensor, Tensor], None]]] = {
     "F32": _f32,
     "F16": _f16,
@@ -102,5 +129,12 @@ DECODERS: Final[dict[str, Callable[[Tensor, Tensor], None]]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": k_quants.q2_k,
+    "Q3_K": k_quants.q3_k,
+    "Q4_K": k_quants.q4_k,
+    "Q5_K": k_quants.q5_k,
+    "Q6_K": k_quants.q6_k,
 }
 """By kind: `(uint8 [blocks, block_bytes], float32 [blocks, block_elements])` fills the second from the first."""

@@ -64,7 +64,14 @@ KINDS: Final = {
     1: TensorKind("F16", 1, 2),
     2: TensorKind("Q4_0", 32, 18),
     3: TensorKind("Q4_1", 32, 20),
+    6: TensorKind("Q5_0", 32, 22),
+    7: TensorKind("Q5_1", 32, 24),
     8: TensorKind("Q8_0", 32, 34),
+    10: TensorKind("Q2_K", 256, 84),
+    11: TensorKind("Q3_K", 256, 110),
+    12: TensorKind("Q4_K", 256, 144),
+    13: TensorKind("Q5_K", 256, 176),
+    14: TensorKind("Q6_K", 256, 210),
     30: TensorKind("BF16", 1, 2),
 }
 """By GGML's type number. A new kind is a line here and a function in `dequantize`."""

@@ -44,15 +44,17 @@ def tokenizer(text_model: TextModel) -> Tokenizer:
 def small_metadata() -> SmallMetadata:
     """`small_metadata(control=["<s>"], user_defined=["<think>"])`: every byte is a token, then come these."""
 
-    def make(control: Sequence[str] = (), user_defined: Sequence[str] = (), **keys: object) -> Metadata:
+    def make(
+        control: Sequence[str] = (), user_defined: Sequence[str] = (), normal: Sequence[str] = (), **keys: object
+    ) -> Metadata:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         others = [256 + number for number in range(256 - len(printable))]
         tokens = [chr(code) for code in printable + others]
         return {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "smollm",
-            "tokenizer.ggml.tokens": [*tokens, *control, *user_defined],
-            "tokenizer.ggml.token_type": [1] * 256 + [3] * len(control) + [4] * len(user_defined),
+            "tokenizer.ggml.tokens": [*tokens, *control, *user_defined, *normal],
+            "tokenizer.ggml.token_type": [1] * 256 + [3] * len(control) + [4] * len(user_defined) + [1] * len(normal),
             "tokenizer.ggml.merges": [],
             **{f"tokenizer.ggml.{key}": value for key, value in keys.items()},
         }

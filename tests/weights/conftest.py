@@ -30,7 +30,7 @@ def default_model() -> Path:
 def write_llama(tmp_path_factory: pytest.TempPathFactory) -> WriteLlama:
     """`write_llama(keys={…}, shapes={…}, architecture="llama")`: a small Llama, with these keys and tensors changed.
 
-    None takes a key or tensor away. Its tensors are of all six supported kinds.
+    None takes a key or tensor away. Its tensors are of six kinds.
     """
 
     def write(
