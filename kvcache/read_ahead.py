@@ -98,8 +98,8 @@ class Prefetcher:
         self._pages_read = 0
         self._stale = False
         """Something has happened since the last `read_ahead`."""
-        self._lacks_room, self._lacked_at = False, 0
-        """The last `read_ahead` ended for want of room, and had so many pages."""
+        self._lacks_room, self._lacked_at = False, (0, 0)
+        """The last `read_ahead` ended for want of room, and had so much."""
 
     @property
     def transferring(self) -> list[I32]:
@@ -133,7 +133,7 @@ class Prefetcher:
             while not self._bring(prefetch, is_first=not place):
                 # What comes back by itself comes first.
                 if self._host.pool.fenced_pages or not self._overtake(ahead, place):
-                    self._lacks_room, self._lacked_at = True, self._room_pages(is_first=True)
+                    self._lacks_room, self._lacked_at = True, self._room()
                     self._await_room(prefetch)
                     return
 
@@ -144,8 +144,7 @@ class Prefetcher:
         if not prefetch.is_due:
             prefetch.due_s = self._loop.time()
             if self._lacks_room:
-                self._stale = True
-                self._on_room()
+                self._look_again()
         if prefetch.done:
             return False
         crowd = max(1.0, self._held_pages / max(1, prefetch.end - prefetch.first))
@@ -178,13 +177,14 @@ class Prefetcher:
             for piece in prefetch.pieces:
                 # Another that needs these pages reads what has not come.
                 self._cancel(piece)
-        self.room_came()
+        if self._lacks_room:
+            # It may have been the first, whom the others stood behind.
+            self._look_again()
 
     def room_came(self) -> None:
-        """The host may have room again, or others let theirs go."""
-        if self._lacks_room and self._room_pages(is_first=True) > self._lacked_at:
-            self._stale = True
-            self._on_room()
+        """The host may have room again."""
+        if self._lacks_room and any(now > then for now, then in zip(self._room(), self._lacked_at)):
+            self._look_again()
 
     # ------------------------------------------------------------------------------------------------------------
     # Asking
@@ -328,6 +328,14 @@ class Prefetcher:
         taken = self._held_pages + in_use + index.kept_host_pages
         return min(share - taken, self._host.room_pages - index.kept_host_pages)
 
+    def _room(self) -> tuple[int, int]:
+        """What grows with the room: pages that the first may have, and those that are free already."""
+        return self._room_pages(is_first=True), self._host.pool.free_pages
+
+    def _look_again(self) -> None:
+        self._stale = True
+        self._on_room()
+
     def _overtake(self, ahead: list[Prefetch], place: int) -> bool:
         """Let what is kept for the last in the order be evicted, in favour of who stands at `place`; False if nobody
         stands behind."""
@@ -354,7 +362,7 @@ class Prefetcher:
         prefetch.short, prefetch.end = True, prefetch.begun
         if not prefetch.pieces:
             self._end(prefetch)
-        self.room_came()
+        self._stale = True
         self._on_change()
 
     # ------------------------------------------------------------------------------------------------------------

@@ -143,6 +143,23 @@ def test_the_turn_to_wait_for_storage_comes_when_the_pool_has_pages_for_the_requ
     play(msgspec.structs.replace(DISK, pages=18, host_pages=18, prefetch=hasty, storage=SLOW), scenario)
 
 
+def test_when_the_first_that_lacked_room_leaves_the_next_does_not_wait_for_ever() -> None:
+    async def scenario(world: World) -> None:
+        await stored(world, 2)
+        # All of the host is leased by a request that runs on.
+        other = world.submit([5] * 37, 27)
+        await world.until(lambda: world.engine.status().host_pages_free == 0)
+        first, second = submit(world, story(0), 0), submit(world, story(1), -1)
+        await asyncio.sleep(0.002)
+        world.engine.abort(first.submit.request)
+        await second.ended.wait()
+        assert not other.ended.is_set()
+        assert second.started is not None and second.started.prefetch_decision == "no_room"
+
+    short = PrefetchOptions("wait_complete", threshold_tokens=34, room_timeout_ms=5.0)
+    play(msgspec.structs.replace(DISK, pages=40, host_pages=9, prefetch=short), scenario)
+
+
 def test_a_request_with_a_prefix_in_storage_counts_as_one_with_little_work() -> None:
     async def scenario(world: World) -> None:
         await stored(world, 1)
