@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 class Watched:
     """A driver, and the logits that its model gave last."""
 
-    def __init__(self, reference: Reference, **start: object) -> None:
+    def __init__(self, reference: Reference, **start: Any) -> None:
         self.driver = Driver(reference.folder, num_pages=64, slots=4, **start)
         model = self.driver.worker._model
         inner = model.logits
