@@ -218,7 +218,8 @@ class Engine:
         request = Request(submit, key, self._orders, now_s)
         for limit_ms, expire in ((submit.deadline_ms, self._expire), (submit.queue_deadline_ms, self._expire_queued)):
             if limit_ms > 0:
-                request.deadlines.append(self._loop.call_later(limit_ms / 1e3, expire, submit.request))
+                left_s = (limit_ms - submit.elapsed_ms) / 1e3
+                request.deadlines.append(self._loop.call_later(max(0.0, left_s), expire, submit.request))
         self._stop_ids[list(sampling.stop_ids)] = True
         self._requests[submit.request] = request
         self._prompt_tokens += prompt_tokens

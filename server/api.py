@@ -10,6 +10,7 @@ end    with the server
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, Literal, TypeAlias, TypeVar, cast
 
@@ -22,7 +23,7 @@ from headrace.server.body import check_parts, decode, read_body
 from headrace.server.emit import Emitter
 from headrace.server.engine_api import EngineApi
 from headrace.server.errors import bad_request, context_length_exceeded, model_not_found
-from headrace.server.generation import MAX_PENDING_BYTES, Running, Terms
+from headrace.server.generation import MAX_PENDING_BYTES, Generation, Running, Terms
 from headrace.server.in_flight import InFlight
 from headrace.server.metrics import Metrics
 from headrace.server.openai_requests import GenerationFields, prefetch_policy
@@ -33,6 +34,9 @@ from headrace.server.text import TextService
 from headrace.server.turns import Turns
 
 DEFAULT_MODEL_NAME: Final = "default"
+
+_ARRIVED_S: Final = "arrived_s"
+"""What a request keeps: when its whole body was there. Until then it was the client's delay."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 Priorities: TypeAlias = Literal["high first", "low first", "ignored", "refused"]
@@ -182,10 +186,15 @@ class Api:
                 )
         return 0
 
+    def claim(self, request: web.Request, given_id: str | None, prefix: str) -> AbstractContextManager[Generation]:
+        """Register a request whose body has been read. Raises ApiError 409."""
+        return self.running.claim(given_id, prefix, request[_ARRIVED_S])
+
     async def body(self, request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
         """A request's body, decoded. Raises ApiError."""
         grow = partial(self.in_flight.grow, request)
         data = await read_body(request, self.settings.max_body_bytes, grow)
+        request[_ARRIVED_S] = self.emitter.now()
         await check_parts(data, cast("type[msgspec.Struct]", decoder.type))
         return decode(data, decoder)
 
