@@ -52,6 +52,8 @@ from headrace.kvcache.storage.protocol import Written, pages_per_message
 from headrace.ops.wire import I32
 
 MOST_PAGES: Final = 1 << 40
+FORGOTTEN_NODES: Final = 128
+"""Of a lost device, at a time: 1.3 ms."""
 PINNED_SHARE: Final = 0.5
 """Of the smaller of device and host pool, that pins may hold."""
 
@@ -466,23 +468,30 @@ class KvCache:
             self._drop(self._index.drop(key.namespace, raw, device, host and self._host is not None))
         return self._cleared(*before)
 
-    def forget_device(self) -> None:
-        """The device and its pages are gone, and it has ended. Every holding must have been closed. What the host has
-        stays."""
+    def forget_device(self) -> Iterator[None]:
+        """The device and its pages are gone, and it has ended. Every holding must have been closed, and none may be
+        opened before the last step of this: 100k pages in small nodes take 120 ms. What the host has stays."""
         assert not self._holdings, "requests still hold pages of a device that is gone"
         self.version += 1
+        if self._host is not None:
+            self._host.give_up()
+            yield
+            while runs := self._index.forget_device(FORGOTTEN_NODES):
+                self._drop(runs)
+                yield
+        # What is left is pinned.
         pinned = {number: self._index.path_of(pin) for number, pin in self._pins.items()}
         for pin in self._pins.values():
             self._index.release(pin, -1, touch=False)
         if self._host is None:
             self._index.clear()
         else:
-            self._host.give_up()
-            self._host.drop(self._index.forget_device())
+            self._drop(self._index.forget_device(self._index.num_nodes))
         for pool in self._pools:
             pool.reset()
         # A pin goes on with what the host has of its prefix.
         self._pins = {number: self._index.acquire(*path).lease for number, path in pinned.items()}
+        yield
 
     def stats(self) -> CacheStats:
         """Counts, for metrics."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -375,19 +375,22 @@ class Engine:
         self._wake.set()
         self.control.changed()
 
-    def _device_lost(self, reason: str) -> None:
-        """Its pages are void: what ran on them fails, what waits goes on when a device is back."""
+    def _device_lost(self, reason: str) -> Iterator[None]:
+        """Its pages are void: what ran on them fails, now, and what waits goes on when a device is back. Forgetting the
+        pages is done in slices, to the end before a device is asked for again."""
         self._in_flight.clear()
         self._sampling.forget()
         self._copying.forget()
-        for request in self._scheduler.forget_device():
+        for request in self._scheduler.end_running():
             self._drop(request)
             message = f"{reason}; send the request again"
             ended = Finished(request.submit.request, "error", self._outputs(request), message)
             self._pending_ends.append(ended)
         self._cache.complete_step(self._next_step - 1)
-        self.control.changed()
         self._tell_ends()
+        for _ in self._cache.forget_device():
+            self.control.changed()
+            yield
 
     async def _execute(self) -> None:
         while True:

@@ -211,7 +211,7 @@ class Scheduler:
         self.retracted.append(request)
         self.retractions += 1
 
-    def forget_device(self) -> list[Request]:
+    def end_running(self) -> list[Request]:
         """The device is gone with every page. Returns the requests that were running, ended; the waiting go on, and so
         do the retracted, from the ids that had been collected."""
         for request in self.retracted:
@@ -219,7 +219,6 @@ class Scheduler:
         lost = self._with_pages()
         for request in lost:
             self.end(request)
-        self.cache.forget_device()
         return lost
 
     def check(self) -> None:

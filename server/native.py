@@ -114,7 +114,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if getattr(body, name):
             raise unsupported(f"`{name}` is not supported. Leave it out.", name)
     rid = body.rid[0] if isinstance(body.rid, list) else body.rid
-    with api.claim(request, rid, "") as generation:
+    with api.claim(rid, "") as generation:
         terms = api.terms(_terms_of(body), request)
         async with generation.waiting(terms):
             prompts, is_batch = await _prompts(api, body)

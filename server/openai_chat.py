@@ -49,7 +49,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     refuse_unsupported(body)
     refuse_unsupported_chat(body)
     n = api.check_n(body.n)
-    with api.claim(request, body.given_request_id, "chatcmpl-") as generation:
+    with api.claim(body.given_request_id, "chatcmpl-") as generation:
         terms = api.terms(body, request)
         async with generation.waiting(terms):
             grammar = await api.grammar(body)

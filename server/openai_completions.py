@@ -45,7 +45,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     api.check_model(body.model)
     n = api.check_n(body.n)
     _refuse(body, n)
-    with api.claim(request, body.given_request_id, "cmpl-") as generation:
+    with api.claim(body.given_request_id, "cmpl-") as generation:
         terms = api.terms(body, request)
         async with generation.waiting(terms):
             prompts, _ = await encode_prompts(
