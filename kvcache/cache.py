@@ -212,9 +212,7 @@ class KvCache:
         `capacity_tokens` is the longest context the request may reach. Positions from `compute_from` on are not
         reused (their logits are wanted, and no page holds those), but what the request computes may be published.
         """
-        wanted = self._matchable_pages(key)
-        if compute_from is not None:
-            wanted = min(wanted, compute_from // key.page_tokens)
+        wanted = self._matchable_pages(key, compute_from)
         lease, device, host = self._index.acquire(key.namespace, key.raw(0, wanted))
         self._handles += 1
         holding = Holding(self._handles, lease, device, host, self.layout.pages(capacity_tokens))
@@ -362,11 +360,14 @@ class KvCache:
     # ------------------------------------------------------------------------------------------------------------
     # Storage
 
-    def prefetch(self, key: PrefixKey, policy: PrefetchPolicy | None) -> Prefetch | None:
-        """Ask storage for what a waiting request could reuse; None if it can't help."""
+    def prefetch(
+        self, key: PrefixKey, policy: PrefetchPolicy | None, compute_from: int | None = None
+    ) -> Prefetch | None:
+        """Ask storage for what a waiting request could reuse, before `compute_from` as in `open`; None if it can't
+        help."""
         if self._prefetcher is None:
             return None
-        return self._prefetcher.begin(key, self._matchable_pages(key), policy)
+        return self._prefetcher.begin(key, self._matchable_pages(key, compute_from), policy)
 
     def waits(self, prefetch: Prefetch, prefill_ms: PrefillMs) -> bool:
         """Whether a request whose turn it is should wait for more of its prefetch."""
@@ -550,8 +551,9 @@ class KvCache:
         for _ in self.checking():
             pass
 
-    def _matchable_pages(self, key: PrefixKey) -> int:
-        return (key.length - 1) // key.page_tokens if self._reuse else 0
+    def _matchable_pages(self, key: PrefixKey, compute_from: int | None = None) -> int:
+        most = key.length - 1 if compute_from is None else min(key.length - 1, compute_from)
+        return most // key.page_tokens if self._reuse else 0
 
     def _key_of(self, lease: Lease) -> PrefixKey:
         """The key of a lease's path, from the index."""

@@ -297,8 +297,7 @@ class Prefetcher:
         page_tokens = prefetch.key.page_tokens
         spent_ms = (now_s - prefetch.asked_s) * 1e3
         if prefetch.found < 0:
-            end = (prefetch.key.length - 1) // page_tokens
-            begin = prefetch.first
+            begin, end = prefetch.first, prefetch.wanted
             expected_ms = self._lookup_ms + (end - begin) * self._page_ms
             wait_ms = max(0.0, expected_ms - spent_ms)
         else:

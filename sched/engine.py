@@ -225,8 +225,7 @@ class Engine:
         self._prompt_tokens += prompt_tokens
         if sampling.grammar is not None:
             request.matching = self._matchers.begin(submit.request, sampling.grammar, sampling.stop_ids)
-        if sampling.prompt_logprobs < 0:
-            request.prefetch = self._cache.prefetch(key, submit.prefetch_policy or None)
+        request.prefetch = self._cache.prefetch(key, submit.prefetch_policy or None, request.compute_from)
         self._scheduler.enqueue(request, now_s)
         self._wake.set()
 

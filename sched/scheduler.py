@@ -363,10 +363,7 @@ class Scheduler:
         return ""
 
     def _open(self, request: Request) -> Holding:
-        # The logprob of a prompt id comes from the logits of the position before it.
-        wants = request.prompt_logprobs_from < request.prompt_tokens
-        compute_from = request.prompt_logprobs_from - 1 if wants else None
-        return self.cache.open(request.key, request.limit_tokens, compute_from)
+        return self.cache.open(request.key, request.limit_tokens, request.compute_from)
 
     def _reserve(self, request: Request, leaving: Sequence[Request] = ()) -> int:
         """Pages that admission leaves for the outputs of those that run, but for those leaving, and of this request
@@ -403,7 +400,7 @@ class Scheduler:
         else:
             start, known = int(self.table.computed[request.slot]), int(self.table.known[request.slot])
         end = min(known, start + budget.tokens(start))
-        if request.prompt_logprobs_from < request.prompt_tokens:
+        if request.compute_from is not None:
             end = min(end, start + self._geometry.max_wants - batch.counts.wants)
         if end <= start:
             return False
@@ -425,7 +422,7 @@ class Scheduler:
 
     def _is_being_filled(self, request: Request) -> bool:
         """Whether the first page that this request would compute is about to be computed for another."""
-        if not self._filling or request.prompt_logprobs_from < request.prompt_tokens:
+        if not self._filling or request.compute_from is not None:
             return False
         # A page that was missing at the last look and is still in progress is missing now: no need to look again.
         if self._is_filling(request, request.matched_tokens // self._page_tokens):
