@@ -392,6 +392,22 @@ def test_b33_a_worker_that_hangs_before_it_looks_at_a_grammar_is_not_the_grammar
     in_world(WorldShape(), scenario)
 
 
+def test_a_deadline_that_rings_a_nanosecond_early_does_not_ring_for_ever() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine.check_grammar(Grammar("toy", "1 5"))
+        for turn in range(40):
+            # Of so many odd times some are rounded down: the deadline rings before it has come.
+            await asyncio.sleep(0.1234567 + turn * 0.0071113)
+            world.hang_grammar_worker(1000.0)
+            began_s = running_loop().time()
+            with pytest.raises(GrammarWorkerFailed, match="did not answer"):
+                await world.engine.check_grammar(Grammar("toy", f"{turn} 6"))
+            assert running_loop().time() - began_s == pytest.approx(ANSWER_S, abs=1e-6)
+            await world.engine.check_grammar(Grammar("toy", f"{turn} 6"))
+
+    in_world(WorldShape(mask_us=10), scenario)
+
+
 def test_b33_a_grammar_that_ends_the_worker_is_refused_and_nobody_else_notices() -> None:
     async def scenario(world: World) -> None:
         for seed in range(3):
