@@ -45,6 +45,8 @@ from headrace.kvcache.storage.protocol import Written, pages_per_message
 from headrace.ops.wire import I32
 
 MOST_PAGES: Final = 1 << 40
+FORGOTTEN_NODES: Final = 128
+"""Of a lost device, at a time: 1.3 ms."""
 PINNED_SHARE: Final = 0.5
 """Of the smaller of device and host pool, that pins may hold."""
 
@@ -203,9 +205,7 @@ class KvCache:
         `capacity_tokens` is the longest context the request may reach. Positions from `compute_from` on are not
         reused (their logits are wanted, and no page holds those), but what the request computes may be published.
         """
-        wanted = self._matchable_pages(key)
-        if compute_from is not None:
-            wanted = min(wanted, compute_from // key.page_tokens)
+        wanted = self._matchable_pages(key, compute_from)
         lease, device, host = self._index.acquire(key.namespace, key.raw(0, wanted))
         self._handles += 1
         holding = Holding(self._handles, lease, device, host, self.layout.pages(capacity_tokens))
@@ -353,11 +353,14 @@ class KvCache:
     # ------------------------------------------------------------------------------------------------------------
     # Storage
 
-    def prefetch(self, key: PrefixKey, policy: PrefetchPolicy | None) -> Prefetch | None:
-        """Ask storage for what a waiting request could reuse; None if it can't help."""
+    def prefetch(
+        self, key: PrefixKey, policy: PrefetchPolicy | None, compute_from: int | None = None
+    ) -> Prefetch | None:
+        """Ask storage for what a waiting request could reuse, before `compute_from` as in `open`; None if it can't
+        help."""
         if self._prefetcher is None:
             return None
-        return self._prefetcher.begin(key, self._matchable_pages(key), policy)
+        return self._prefetcher.begin(key, self._matchable_pages(key, compute_from), policy)
 
     def read_ahead(self, order: Iterable[Prefetch]) -> None:
         """Read from storage what waiting requests lack, for those first that come first in `order`."""
@@ -469,23 +472,30 @@ class KvCache:
             self._drop(self._index.drop(key.namespace, raw, device, host and self._host is not None))
         return self._cleared(*before)
 
-    def forget_device(self) -> None:
-        """The device and its pages are gone, and it has ended. Every holding must have been closed. What the host has
-        stays."""
+    def forget_device(self) -> Iterator[None]:
+        """The device and its pages are gone, and it has ended. Every holding must have been closed, and none may be
+        opened before the last step of this: 100k pages in small nodes take 120 ms. What the host has stays."""
         assert not self._holdings, "requests still hold pages of a device that is gone"
         self.version += 1
+        if self._host is not None:
+            self._host.give_up()
+            yield
+            while runs := self._index.forget_device(FORGOTTEN_NODES):
+                self._drop(runs)
+                yield
+        # What is left is pinned.
         pinned = {number: path_of(pin) for number, pin in self._pins.items()}
         for pin in self._pins.values():
             self._index.release(pin, -1, touch=False)
         if self._host is None:
             self._index.clear()
         else:
-            self._host.give_up()
-            self._host.drop(self._index.forget_device())
+            self._drop(self._index.forget_device(self._index.num_nodes))
         for pool in self._pools:
             pool.reset()
         # A pin goes on with what the host has of its prefix.
         self._pins = {number: self._index.acquire(*path).lease for number, path in pinned.items()}
+        yield
 
     def stats(self) -> CacheStats:
         """Counts, for metrics."""
@@ -544,8 +554,9 @@ class KvCache:
         for _ in self.checking():
             pass
 
-    def _matchable_pages(self, key: PrefixKey) -> int:
-        return (key.length - 1) // key.page_tokens if self._reuse else 0
+    def _matchable_pages(self, key: PrefixKey, compute_from: int | None = None) -> int:
+        most = key.length - 1 if compute_from is None else min(key.length - 1, compute_from)
+        return most // key.page_tokens if self._reuse else 0
 
     def _key_of(self, lease: Lease) -> PrefixKey:
         """The key of a lease's path, from the index."""

@@ -344,11 +344,13 @@ class RadixIndex:
             self._hold_path(lease.node)
         return ready, leases
 
-    def forget_device(self) -> list[Dropped]:
-        """The device is gone: only what the host has stays. No lease may be out. Returns host pages that have become
-        unreachable."""
-        assert not any(root.leases for root in self._roots.values()), "leases are out"
-        return self.evict_device(self.device_pages)
+    def forget_device(self, most_nodes: int) -> list[Dropped]:
+        """The device is gone: take all of its pages from up to so many nodes that nobody leases, as `evict_device`
+        does; 10 µs each. Empty when only leased nodes have any."""
+        dropped: list[Dropped] = []
+        while len(dropped) < most_nodes and (node := self._device_lru.pop()) is not None:
+            dropped.extend(self._drop_device(node, 0))
+        return dropped
 
     def clear(self) -> None:
         """Forget everything in every tier; no lease may be out."""

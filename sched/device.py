@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from headrace.ops.transport import TransportClosed
@@ -56,7 +56,7 @@ class Device:
         on_ready: Callable[[Ready], None],
         on_step: Callable[[StepDone], None],
         on_copied: Callable[[BackupDone], None],
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str], Iterator[None]],
     ) -> None:
         self.phase: Phase = "starting"
         self.message = ""
@@ -104,7 +104,8 @@ class Device:
         try:
             while True:
                 reason = await self._live()
-                self._on_lost(reason)
+                for _ in self._on_lost(reason):
+                    await asyncio.sleep(0)
                 self.restarts += 1
                 losses.append(self._loop.time())
                 while losses[0] < self._loop.time() - RESTART_WINDOW_S:

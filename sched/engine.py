@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -218,14 +218,14 @@ class Engine:
         request = Request(submit, key, self._orders, now_s)
         for limit_ms, expire in ((submit.deadline_ms, self._expire), (submit.queue_deadline_ms, self._expire_queued)):
             if limit_ms > 0:
-                request.deadlines.append(self._loop.call_later(limit_ms / 1e3, expire, submit.request))
+                left_s = (limit_ms - submit.elapsed_ms) / 1e3
+                request.deadlines.append(self._loop.call_later(max(0.0, left_s), expire, submit.request))
         self._stop_ids[list(sampling.stop_ids)] = True
         self._requests[submit.request] = request
         self._prompt_tokens += prompt_tokens
         if sampling.grammar is not None:
             request.matching = self._matchers.begin(submit.request, sampling.grammar, sampling.stop_ids)
-        if sampling.prompt_logprobs < 0:
-            request.prefetch = self._cache.prefetch(key, submit.prefetch_policy or None)
+        request.prefetch = self._cache.prefetch(key, submit.prefetch_policy or None, request.compute_from)
         self._scheduler.enqueue(request, now_s)
         self._wake.set()
 
@@ -374,19 +374,22 @@ class Engine:
         self._wake.set()
         self.control.changed()
 
-    def _device_lost(self, reason: str) -> None:
-        """Its pages are void: what ran on them fails, what waits goes on when a device is back."""
+    def _device_lost(self, reason: str) -> Iterator[None]:
+        """Its pages are void: what ran on them fails, now, and what waits goes on when a device is back. Forgetting the
+        pages is done in slices, to the end before a device is asked for again."""
         self._in_flight.clear()
         self._sampling.forget()
         self._copying.forget()
-        for request in self._scheduler.forget_device():
+        for request in self._scheduler.end_running():
             self._drop(request)
             message = f"{reason}; send the request again"
             ended = Finished(request.submit.request, "error", self._outputs(request), message)
             self._pending_ends.append(ended)
         self._cache.complete_step(self._next_step - 1)
-        self.control.changed()
         self._tell_ends()
+        for _ in self._cache.forget_device():
+            self.control.changed()
+            yield
 
     async def _execute(self) -> None:
         while True:

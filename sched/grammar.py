@@ -61,7 +61,7 @@ class Compile(msgspec.Struct, tag="compile", frozen=True):
 
 
 class Begin(msgspec.Struct, tag="begin", frozen=True):
-    """A matcher for a request, after these outputs (int32); answered by a `Mask` or `Broken`."""
+    """A matcher for a request, after these outputs (int32); answered as an `Advance` is."""
 
     request: int
     grammar: Grammar
@@ -70,10 +70,16 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
 
 
 class Advance(msgspec.Struct, tag="advance", frozen=True):
-    """These requests got one id each; answered by a `Mask` or `Broken` for each."""
+    """These requests got one id each; answered for each by a place in `Masks`, by `Complete` or `Broken`."""
 
     requests: list[int]
     ids: list[int]
+
+
+class Suspect(msgspec.Struct, tag="suspect", frozen=True):
+    """A worker has ended while it compiled this grammar, and maybe another: compile it beside no other."""
+
+    grammar: Grammar
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -88,7 +94,7 @@ class End(msgspec.Struct, tag="end", frozen=True):
     request: int
 
 
-Command: TypeAlias = Compile | Begin | Advance | Cancel | End
+Command: TypeAlias = Compile | Begin | Advance | Suspect | Cancel | End
 
 # ---------------------------------------------------------------------------------------------------------------
 # Replies
@@ -106,9 +112,10 @@ class Queued(msgspec.Struct, tag="queued", frozen=True):
 
 
 class Compiling(msgspec.Struct, tag="compiling", frozen=True):
-    """What is compiled from now on. All who waited for the one before have their answers. If the worker ends before
-    it says the next, this grammar is the one that ended it."""
+    """What a lane compiles from now on. All who waited for the one before have their answers. If the worker ends before
+    the lane says the next, this grammar may be the one that ended it."""
 
+    lane: int
     grammar: Grammar | None
     """None: nothing."""
 
@@ -119,14 +126,20 @@ class Compiled(msgspec.Struct, tag="compiled", frozen=True):
     """"" where it is a grammar."""
 
 
-class Mask(msgspec.Struct, tag="mask", frozen=True):
-    """What a request may draw as its output `position`."""
+class Masks(msgspec.Struct, tag="masks", frozen=True):
+    """What requests may draw as their outputs `positions`."""
+
+    requests: list[int]
+    positions: list[int]
+    bits: bytes
+    """uint32 [requests, mask words]"""
+
+
+class Complete(msgspec.Struct, tag="complete", frozen=True):
+    """Nothing: a request's output is complete without another id."""
 
     request: int
     position: int
-    is_complete: bool
-    """Nothing: the output is complete without another id."""
-    bits: bytes
 
 
 class Broken(msgspec.Struct, tag="broken", frozen=True):
@@ -138,7 +151,7 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
     """Its grammar can't be used, or asks for more work than is allowed; otherwise the fault is not the client's."""
 
 
-Reply: TypeAlias = Ready | Queued | Compiling | Compiled | Mask | Broken
+Reply: TypeAlias = Ready | Queued | Compiling | Compiled | Masks | Complete | Broken
 
 command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
 reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)

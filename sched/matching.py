@@ -7,10 +7,10 @@ owner  the engine; `serve` is one of its stages
 ready  a mask, for the output position that it names
 end    `end` forgets a request's; a lost worker is started again and brought up to the ids that were committed
 
-The worker is started when the first grammar comes. It can hang or die of a grammar. It says which one it compiles, so
-that one is to blame if it ends meanwhile: tried once more if it died, refused from then on if it dies again or takes
-too long. Where nothing is compiled, whoever waits for a mask at two ends of it, fails. The others never notice more
-than a late mask.
+The worker is started when the first grammar comes. It can hang or die of a grammar. It says which ones it compiles, so
+one of those is to blame if it ends meanwhile. Each is tried once more, alone, and refused from then on if the worker
+dies again; one that takes too long is refused at once. Where nothing is compiled, whoever waits for a mask at two ends
+of it, fails. The others never notice more than a late mask.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from headrace.sched.grammar import (
     Compile,
     Compiled,
     Compiling,
+    Complete,
     End,
     Grammar,
-    Mask,
+    Masks,
     Queued,
     Ready,
+    Suspect,
     encoder,
     reply_decoder,
 )
@@ -111,10 +113,9 @@ class Matching:
         self.ids.append(token)
         self._mask = None
 
-    def take(self, mask: Mask) -> None:
-        # A worker that was brought up again may repeat what the first one had said.
-        if mask.position == len(self.ids):
-            self._mask = np.frombuffer(mask.bits, np.uint32)
+    def take(self, mask: U32) -> None:
+        """The mask for the next output."""
+        self._mask = mask
 
 
 class _Suspect(NamedTuple):
@@ -160,8 +161,8 @@ class Matchers:
         self._compiles: dict[int, tuple[Grammar, asyncio.Future[str]]] = {}
         self._asked: dict[int, _Asked] = {}
         """In the order of asking, so that the first has waited longest."""
-        self._compiling: tuple[Grammar, float] | None = None
-        """What the worker compiles, and since when."""
+        self._compiling: dict[int, tuple[Grammar, float]] = {}
+        """What the worker compiles, lane by lane, and since when."""
         self._suspects: OrderedDict[Grammar, _Suspect] = OrderedDict()
         self._jobs = 0
         self._wanted = asyncio.Event()
@@ -189,7 +190,7 @@ class Matchers:
         try:
             while not (await asyncio.wait([future], timeout=QUEUE_S))[0]:
                 # Once it is compiled, `_overdue` says how long that may take.
-                if self._compiling is None or self._compiling[0] != grammar:
+                if all(compiled != grammar for compiled, _ in self._compiling.values()):
                     raise Overloaded(
                         f"the grammar's turn to be compiled did not come within {QUEUE_S:.0f} s; try again later", 5
                     )
@@ -230,11 +231,11 @@ class Matchers:
                 log.error("%s", reason)
                 if not was_ready:
                     self._fail_all(reason)
-                elif self._compiling is not None:
-                    self._suspect(self._compiling[0], reason)
+                elif self._compiling:
+                    self._suspect_all([grammar for grammar, _ in self._compiling.values()], reason)
                 else:
                     self._blame(reason)
-                self._compiling = None
+                self._compiling.clear()
                 for asked in self._asked.values():
                     asked.since_s = self._loop.time()
                 self.restarts += 1
@@ -272,6 +273,11 @@ class Matchers:
 
     def _begin_all(self) -> None:
         """Tell a new worker what the last one knew: requests that run first, grammars that may end it last."""
+        compiles = [(job, grammar) for job, (grammar, future) in self._compiles.items() if not future.done()]
+        wanted = {grammar for _, grammar in compiles}.union(matching.grammar for matching in self._matchings.values())
+        for grammar in self._suspects:
+            if grammar in wanted:
+                self._send(Suspect(grammar))
         for request, matching in list(self._matchings.items()):
             if len(matching.ids) > MAX_REPLAYED_IDS:
                 message = f"the grammar worker was lost after {len(matching.ids)} outputs, too many to redo"
@@ -279,7 +285,6 @@ class Matchers:
             else:
                 ids = matching.ids.tobytes()
                 self._ask(request, Begin(request, matching.grammar, matching.stop_ids, ids))
-        compiles = [(job, grammar) for job, (grammar, future) in self._compiles.items() if not future.done()]
         for job, grammar in sorted(compiles, key=lambda compile: compile[1] in self._suspects):
             self._ask(-job, Compile(job, grammar))
 
@@ -290,15 +295,20 @@ class Matchers:
         for request in list(self._matchings):
             self._fail(request, reason)
 
-    def _suspect(self, grammar: Grammar, reason: str) -> None:
-        """The worker ended while it compiled this grammar, which then has another try unless this was the second."""
-        known = self._suspects.pop(grammar, _Suspect(0, ""))
-        suspect = _Suspect(known.lives + 1, known.reason or f"compiling it ended the grammar worker: {reason}")
-        self._suspects[grammar] = suspect
-        if len(self._suspects) > MAX_SUSPECTS:
-            self._suspects.popitem(last=False)
-        if not suspect.is_guilty:
-            return
+    def _suspect_all(self, grammars: list[Grammar], reason: str) -> None:
+        """The worker ended while it compiled these. Each has another try, alone; who was alone then is guilty."""
+        for grammar in grammars:
+            known = self._suspects.pop(grammar, _Suspect(0, ""))
+            lives = known.lives + 1 if len(grammars) == 1 else max(known.lives, 1)
+            suspect = _Suspect(lives, known.reason or f"compiling it ended the grammar worker: {reason}")
+            self._suspects[grammar] = suspect
+            if len(self._suspects) > MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
+            if suspect.is_guilty:
+                self._refuse(grammar, suspect)
+
+    def _refuse(self, grammar: Grammar, suspect: _Suspect) -> None:
+        """Nobody who waits for this grammar, or runs with it, gets it."""
         for job, (waiting, future) in self._compiles.items():
             if waiting == grammar and not future.done():
                 self._answered(-job)
@@ -338,10 +348,8 @@ class Matchers:
     def _due_s(self) -> float:
         """When the oldest answer will have had its time; infinity if nothing is owed."""
         first = next(iter(self._asked.values()), None)
-        since_s = math.inf if first is None else first.since_s
-        if self._compiling is not None:
-            since_s = min(since_s, self._compiling[1])
-        return since_s + ANSWER_S
+        begun_s = [since_s for _, since_s in self._compiling.values()]
+        return min(math.inf if first is None else first.since_s, *begun_s, math.inf) + ANSWER_S
 
     def _set_deadline(self) -> None:
         if self._deadline is None and (due_s := self._due_s()) < math.inf:
@@ -356,13 +364,15 @@ class Matchers:
         if self._due_s() > now_s:
             self._set_deadline()
             return
-        if self._compiling is not None and self._compiling[1] + ANSWER_S <= now_s:
-            reason = f"it took longer than {ANSWER_S:.0f} s to compile"
-            self._suspects[self._compiling[0]] = _Suspect(_MAX_TRIES - 1, reason)
+        slow = {lane: begun for lane, begun in self._compiling.items() if begun[1] + ANSWER_S <= now_s}
+        if slow:
+            lane, (grammar, _) = next(iter(slow.items()))
+            self._suspects[grammar] = _Suspect(_MAX_TRIES - 1, f"it took longer than {ANSWER_S:.0f} s to compile")
+            self._compiling = {lane: slow[lane]}  # the others are not to blame
             self._lose(f"the grammar worker is ended: a grammar took longer than {ANSWER_S:.0f} s to compile")
         else:
             next(iter(self._asked.values())).tries = _MAX_TRIES
-            self._compiling = None  # it is not to blame
+            self._compiling.clear()  # they are not to blame
             self._lose(f"the grammar worker did not answer within {ANSWER_S:.0f} s: the grammar may be too costly")
         self._deadline = self._loop.call_later(ANSWER_S, self._overdue)
 
@@ -376,16 +386,21 @@ class Matchers:
                     self._ready = True
                 case Queued(name=name):
                     self._answered(name)
-                case Compiling(grammar=grammar):
-                    if self._compiling is not None:
-                        self._suspects.pop(self._compiling[0], None)
-                    self._compiling = None if grammar is None else (grammar, self._loop.time())
+                case Compiling(lane=lane, grammar=grammar):
+                    if (before := self._compiling.pop(lane, None)) is not None:
+                        self._suspects.pop(before[0], None)
+                    if grammar is not None:
+                        self._compiling[lane] = grammar, self._loop.time()
                     self._set_deadline()
                 case Compiled() as compiled:
                     if (entry := self._compiles.get(compiled.job)) is not None and not entry[1].done():
                         entry[1].set_result(compiled.error)
-                case Mask() as mask:
-                    self._take(mask)
+                case Masks() as masks:
+                    self._take(masks)
+                case Complete() as complete:
+                    if self._is_next(complete.request, complete.position):
+                        self._answered(complete.request)
+                        self._on_complete(complete.request)
                 case Broken() as broken:
                     if broken.request in self._matchings:
                         reason: BrokenReason = "invalid_grammar" if broken.by_grammar else "error"
@@ -394,16 +409,19 @@ class Matchers:
             if not self._lost.done():
                 self._lost.set_exception(error)
 
-    def _take(self, mask: Mask) -> None:
-        matching = self._matchings.get(mask.request)
-        if matching is None or matching.position != mask.position:
-            return
-        self._answered(mask.request)
-        if mask.is_complete:
-            self._on_complete(mask.request)
-        else:
-            matching.take(mask)
-            self._on_mask(mask.request)
+    def _take(self, masks: Masks) -> None:
+        bits = np.frombuffer(masks.bits, np.uint32).reshape(len(masks.requests), -1)
+        for row, (request, position) in enumerate(zip(masks.requests, masks.positions)):
+            if self._is_next(request, position):
+                self._answered(request)
+                self._matchings[request].take(bits[row])
+                self._on_mask(request)
+
+    def _is_next(self, request: int, position: int) -> bool:
+        """Whether a request waits for this output's mask: a worker that was brought up again may repeat what the first
+        one had said."""
+        matching = self._matchings.get(request)
+        return matching is not None and matching.position == position
 
     def _break(self, request: int, reason: BrokenReason, message: str) -> None:
         self._answered(request)

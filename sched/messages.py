@@ -79,10 +79,12 @@ class Submit(msgspec.Struct, frozen=True):
     return_cached_details: bool = False
     prefetch_policy: Literal["", "best_effort", "wait_complete", "timeout", "adaptive"] = ""
     """"" is the server's."""
+    elapsed_ms: float = 0.0
+    """Time since the request's arrival: what it waited for before its submission counts in both limits."""
     deadline_ms: float = 0.0
-    """Time after submission at which the request ends with "timeout"; 0 is none."""
+    """Time after its arrival at which the request ends with "timeout"; 0 is none."""
     queue_deadline_ms: float = 0.0
-    """Time after submission at which it ends with "queue_timeout" if it has not begun; 0 is none."""
+    """Time after its arrival at which it ends with "queue_timeout" if it has not begun; 0 is none."""
 
 
 class Abort(msgspec.Struct, frozen=True):

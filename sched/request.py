@@ -116,6 +116,12 @@ class Request:
         return len(self.submit.prompt_ids)
 
     @property
+    def compute_from(self) -> int | None:
+        """Positions from here on are computed, whatever is cached: the logprob of a prompt id comes from the logits of
+        the position before it. None if the prompt's are not wanted, or all have been told."""
+        return self.prompt_logprobs_from - 1 if self.prompt_logprobs_from < self.prompt_tokens else None
+
+    @property
     def lacks_mask(self) -> bool:
         """Whether it has a grammar that has not said yet what the next output may be."""
         outputs = len(self.ids) - self.prompt_tokens

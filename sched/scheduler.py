@@ -216,7 +216,7 @@ class Scheduler:
         self.retracted.append(request)
         self.retractions += 1
 
-    def forget_device(self) -> list[Request]:
+    def end_running(self) -> list[Request]:
         """The device is gone with every page. Returns the requests that were running, ended; the waiting go on, and so
         do the retracted, from the ids that had been collected."""
         for request in self.retracted:
@@ -224,7 +224,6 @@ class Scheduler:
         lost = self._with_pages()
         for request in lost:
             self.end(request)
-        self.cache.forget_device()
         return lost
 
     def check(self) -> None:
@@ -380,10 +379,7 @@ class Scheduler:
         return bool(missing <= room)
 
     def _open(self, request: Request) -> Holding:
-        # The logprob of a prompt id comes from the logits of the position before it.
-        wants = request.prompt_logprobs_from < request.prompt_tokens
-        compute_from = request.prompt_logprobs_from - 1 if wants else None
-        return self.cache.open(request.key, request.limit_tokens, compute_from)
+        return self.cache.open(request.key, request.limit_tokens, request.compute_from)
 
     def _reserve(self, request: Request, leaving: Sequence[Request] = ()) -> int:
         """Pages that admission leaves for the outputs of those that run, but for those leaving, and of this request
@@ -420,7 +416,7 @@ class Scheduler:
         else:
             start, known = int(self.table.computed[request.slot]), int(self.table.known[request.slot])
         end = min(known, start + budget.tokens(start))
-        if request.prompt_logprobs_from < request.prompt_tokens:
+        if request.compute_from is not None:
             end = min(end, start + self._geometry.max_wants - batch.counts.wants)
         if end <= start:
             return False
@@ -442,7 +438,7 @@ class Scheduler:
 
     def _is_being_filled(self, request: Request) -> bool:
         """Whether the first page that this request would compute is about to be computed for another."""
-        if not self._filling or request.prompt_logprobs_from < request.prompt_tokens:
+        if not self._filling or request.compute_from is not None:
             return False
         # A page that was missing at the last look and is still in progress is missing now: no need to look again.
         if self._is_filling(request, request.matched_tokens // self._page_tokens):

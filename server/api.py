@@ -10,6 +10,8 @@ end    with the server
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from typing import Final, Literal, TypeAlias, TypeVar, cast
 
@@ -18,11 +20,11 @@ from aiohttp import web
 
 from headrace.sched.grammar import Grammar
 from headrace.server.access import Keys
-from headrace.server.body import check_parts, decode, read_body
+from headrace.server.body import MOST_BODY_BYTES, check_parts, decode, read_body
 from headrace.server.emit import Emitter
 from headrace.server.engine_api import EngineApi
 from headrace.server.errors import bad_request, context_length_exceeded, model_not_found
-from headrace.server.generation import MAX_PENDING_BYTES, Running, Terms
+from headrace.server.generation import MAX_PENDING_BYTES, Generation, Running, Terms
 from headrace.server.in_flight import InFlight
 from headrace.server.metrics import Metrics
 from headrace.server.openai_requests import GenerationFields, prefetch_policy
@@ -33,6 +35,9 @@ from headrace.server.text import TextService
 from headrace.server.turns import Turns
 
 DEFAULT_MODEL_NAME: Final = "default"
+
+_ARRIVED_S: Final[ContextVar[float]] = ContextVar("arrived_s")
+"""When the whole body was there of the request that the current task answers: until then it was the client's delay."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 Priorities: TypeAlias = Literal["high first", "low first", "ignored", "refused"]
@@ -53,8 +58,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 0.0
     queue_timeout_s: float = 0.0
     """0 is none, for both."""
-    max_body_bytes: int = 16 << 20
-    """Decoding takes 1 ms per MB of text, on the loop; values are limited by their number (`body.MAX_PARTS`)."""
+    max_body_bytes: int = MOST_BODY_BYTES
+    """See `body.most_body_bytes`."""
     stall_s: float = 60.0
     """How long a client may leave a full socket unread."""
     max_pending_bytes: int = MAX_PENDING_BYTES
@@ -182,10 +187,15 @@ class Api:
                 )
         return 0
 
+    def claim(self, given_id: str | None, prefix: str) -> AbstractContextManager[Generation]:
+        """Register a request whose body has been read. Raises ApiError 409."""
+        return self.running.claim(given_id, prefix, _ARRIVED_S.get())
+
     async def body(self, request: web.Request, decoder: msgspec.json.Decoder[T]) -> T:
         """A request's body, decoded. Raises ApiError."""
         grow = partial(self.in_flight.grow, request)
         data = await read_body(request, self.settings.max_body_bytes, grow)
+        _ARRIVED_S.set(self.emitter.now())
         await check_parts(data, cast("type[msgspec.Struct]", decoder.type))
         return decode(data, decoder)
 

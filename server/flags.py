@@ -11,25 +11,22 @@ import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from headrace.server.config import RULES, BadSetting, Settings, flag_of
+from headrace.server.manual import Flag, FlagTable, add_flags
 from headrace.server.models import DEFAULT_MODEL
 
-
-class Flag(NamedTuple):
-    field: str
-    value: str
-    """What stands for the value in --help: its unit, or its kind."""
-    help: str
-    """What it does; where the field's default is None, what is done then."""
-
-
-MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
+MANUAL: Final[FlagTable] = {
     "model": (
-        Flag("model_path", "MODEL", "A known model's name, fetched when it isn't cached, or the path of a GGUF file."),
+        Flag(
+            "model_path",
+            "MODEL",
+            "A known model's name, fetched when it isn't cached, or the path of a GGUF file.",
+            ("--model",),
+        ),
         Flag("served_model_name", "NAME", "What the API calls the model, beside `default`. Default: its own name."),
         Flag("chat_template", "FILE", "A Jinja chat template. Default: the one in the model file."),
         Flag("context_length", "TOKENS", "Longest prompt plus output. Default: the model's, or what memory holds."),
@@ -175,8 +172,6 @@ MANUAL: Final[Mapping[str, tuple[Flag, ...]]] = {
     ),
 }
 
-_ALIASES: Final = {"model_path": ("--model",)}
-
 _EXAMPLES: Final = f"""\
 examples:
   headrace serve             # {DEFAULT_MODEL} on 127.0.0.1:30000
@@ -195,20 +190,12 @@ def serve_parser(parser: argparse.ArgumentParser) -> None:
     parser.usage = "headrace serve [FLAG [VALUE]]..."
     parser.epilog = _EXAMPLES
     defaults = {field.name: field.default for field in msgspec.structs.fields(Settings)}
-    for title, flags in MANUAL.items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            names = (flag_of(flag.field), *_ALIASES.get(flag.field, ()))
-            options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS}
-            if RULES[flag.field].kind is bool:
-                group.add_argument(*names, action="store_true", help=flag.help, **options)
-                continue
-            group.add_argument(
-                *names, metavar=flag.value, help=_describe(flag, defaults[flag.field]).replace("%", "%%"), **options
-            )
+    add_flags(parser, MANUAL, lambda flag: _describe(flag, defaults[flag.field]))
 
 
 def _describe(flag: Flag, default: object) -> str:
+    if not flag.value:
+        return flag.help
     parts = [flag.help]
     if flag.value in ("DEVICE", "DTYPE", "LEVEL", "POLICY", "BACKEND"):
         parts.append(f"One of {RULES[flag.field].allowed}.")

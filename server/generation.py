@@ -79,15 +79,20 @@ class Generation:
         self._waiting: asyncio.Timeout | None = None
         """Of what is awaited before the submission."""
 
+    @property
+    def elapsed_ms(self) -> float:
+        """Since the request's arrival."""
+        return (self._running.emitter.now() - self.arrived_s) * 1e3
+
     @asynccontextmanager
     async def waiting(self, terms: Terms) -> AsyncIterator[None]:
-        """Await something before the submission, a grammar: an abort or a time limit, counted from the request's
-        arrival, ends that. Raises ApiError 499, 503 (not begun in time), 504."""
+        """Await what comes before the submission, ids and grammars: an abort or a time limit, counted from the
+        request's arrival, ends that. Raises ApiError 499, 503 (not begun in time), 504."""
         limits_ms = [limit_ms for limit_ms in (terms.deadline_ms, terms.queue_deadline_ms) if limit_ms > 0]
         first_ms = min(limits_ms, default=None)
-        gone_s = self._running.emitter.now() - self.arrived_s
+        left_s = None if first_ms is None else (first_ms - self.elapsed_ms) / 1e3
         try:
-            async with asyncio.timeout(None if first_ms is None else first_ms / 1e3 - gone_s) as self._waiting:
+            async with asyncio.timeout(left_s) as self._waiting:
                 yield
         except TimeoutError:
             if self._refusal is not None:
@@ -138,7 +143,7 @@ class Generation:
                 handle = self._running.next_handle()
                 self._handles.append(handle)
                 self._running.emitter.open(handle, stream, tokenizer, job.options, self.arrived_s)
-                self._running.engine.submit(_message(handle, job, choice, terms))
+                self._running.engine.submit(_message(handle, job, choice, terms, self.elapsed_ms))
         except Overloaded as error:
             raise overloaded(str(error), error.retry_after_s) from None
         except EngineFailed as error:
@@ -185,12 +190,13 @@ class Running:
         return self._last_handle
 
     @contextmanager
-    def claim(self, given_id: str | None, prefix: str) -> Iterator[Generation]:
-        """Register a request under the client's id or a fresh one. Raises ApiError 409 if the id is taken."""
+    def claim(self, given_id: str | None, prefix: str, arrived_s: float) -> Iterator[Generation]:
+        """Register a request under the client's id or a fresh one. `arrived_s`: by the emitter's clock; its time
+        limits count from then. Raises ApiError 409 if the id is taken."""
         request_id = given_id or prefix + secrets.token_hex(16)
         if request_id in self._generations:
             raise duplicate_request(request_id)
-        generation = self._generations[request_id] = Generation(self, request_id, self.emitter.now())
+        generation = self._generations[request_id] = Generation(self, request_id, arrived_s)
         try:
             yield generation
         finally:
@@ -212,7 +218,7 @@ class Running:
         return len(self._generations)
 
 
-def _message(handle: int, job: PromptJob, choice: int, terms: Terms) -> Submit:
+def _message(handle: int, job: PromptJob, choice: int, terms: Terms, elapsed_ms: float) -> Submit:
     sampling = job.sampling
     if choice > 0:
         # The prompt's logprobs are the same for every choice: one computes them.
@@ -226,6 +232,7 @@ def _message(handle: int, job: PromptJob, choice: int, terms: Terms) -> Submit:
         priority=terms.priority,
         return_cached_details=terms.return_cached_details,
         prefetch_policy=terms.prefetch_policy,
+        elapsed_ms=elapsed_ms,
         deadline_ms=terms.deadline_ms,
         queue_deadline_ms=terms.queue_deadline_ms,
     )

@@ -4,18 +4,19 @@ in     commands of `sched.grammar`, in order; the results of compilations
 out    replies
 state  compiled grammars (bounded, least recently used), matchers of requests, compilations that wait
 owner  whoever calls `handle`, from one thread; a lane runs compilations and nothing else
-ready  `Compiled` and `Mask` say what is
+ready  `Compiled` and `Masks` say what is
 end    with the process
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
+from headrace.ops.wire import U32
 from headrace.sched.grammar import (
     Advance,
     BadGrammar,
@@ -26,22 +27,32 @@ from headrace.sched.grammar import (
     Compile,
     Compiled,
     Compiling,
+    Complete,
     End,
     Grammar,
-    Mask,
+    Masks,
     Matcher,
     Queued,
     Reply,
+    Suspect,
 )
 
 T = TypeVar("T")
 
 MAX_COMPILED: Final = 128
 """Grammars kept: 0.1 to 20 MB each, by what their lexers have met."""
+SHORT_BYTES: Final = 1 << 14
+"""Of a grammar's text: one of so many takes a second at most, one of 128 KiB may take 35."""
+LANES: Final = 2
+"""Compilations side by side."""
+_SHORT_LANE: Final = 1
+"""It takes short grammars only, so that they never wait for a long one."""
+MASKS_BYTES: Final = 1 << 17
+"""Of masks in one message. A message takes the scheduler 7 µs, whatever is in it, and a mask of 6 kB 1 µs."""
 
 
 class Lane(Protocol):
-    """Where compilations run, one at a time."""
+    """Where compilations run, `LANES` at a time."""
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
         """Run the job; call `done` with its result, from `deliver`."""
@@ -69,12 +80,14 @@ class GrammarService:
         self._reply = reply
         self._compile_grammar = compile_grammar
         self._lane = lane
-        self._bits = np.zeros(mask_words, np.uint32)
+        self._bits = np.zeros((max(1, MASKS_BYTES // (4 * mask_words)), mask_words), np.uint32)
         self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
         self._waiting: dict[Grammar, dict[int, Callable[[Matcher | BadGrammar], None]]] = {}
         """Who waits for which grammar: requests, and −job for jobs."""
-        self._compiling: Grammar | None = None
-        """What the lane has; nobody need wait for it any more."""
+        self._compiling: dict[int, Grammar] = {}
+        """What each lane has; nobody need wait for it any more."""
+        self._suspects: set[Grammar] = set()
+        """To be compiled beside no other."""
         self._live: dict[int, _Live] = {}
 
     def handle(self, command: Command) -> None:
@@ -91,10 +104,13 @@ class GrammarService:
                 begun = self._live[request] = _Live(frozenset(command.stop_ids), ids)
                 self._with(command.grammar, request, lambda result: self._begin(request, begun, result))
             case Advance():
+                live_of = {request: self._live[request] for request in command.requests if request in self._live}
                 for request, token in zip(command.requests, command.ids):
-                    if (live := self._live.get(request)) is not None:
-                        live.untold.append(token)
-                        self._advance(request, live)
+                    if request in live_of:
+                        live_of[request].untold.append(token)
+                self._advance(live_of)
+            case Suspect():
+                self._suspects.add(command.grammar)
             case Cancel():
                 self._withdraw(-command.job)
             case End():
@@ -114,17 +130,35 @@ class GrammarService:
     def _withdraw(self, name: int) -> None:
         """Its answer is not wanted any more; a grammar that nobody waits for is not compiled."""
         for grammar, waiting in list(self._waiting.items()):
-            if waiting.pop(name, None) is not None and not waiting and grammar != self._compiling:
+            if waiting.pop(name, None) is not None and not waiting and grammar not in self._compiling.values():
                 del self._waiting[grammar]
 
     def _compile_next(self) -> None:
-        """Requests first: theirs were compiled once before, and are known to do no harm. Then short ones: those that
-        take seconds are long, and the others need not wait for more than the one that has begun."""
-        if not self._waiting or self._compiling is not None:
-            return
-        grammar = min(self._waiting, key=lambda grammar: (max(self._waiting[grammar]) < 0, len(grammar.text)))
-        self._compiling = grammar
-        self._reply(Compiling(grammar))
+        """Give every lane that is free what it may take."""
+        for lane in range(LANES):
+            if lane not in self._compiling and (grammar := self._next_for(lane)) is not None:
+                self._compile(lane, grammar)
+
+    def _next_for(self, lane: int) -> Grammar | None:
+        """Requests first: theirs were compiled once before, and are known to do no harm. Then short ones, but for the
+        lane that long ones have to themselves; each kind by its length, since those that take seconds are long."""
+        busy = self._compiling.values()
+        if any(grammar in self._suspects for grammar in busy):
+            return None
+        waiting = [grammar for grammar in self._waiting if grammar not in busy and grammar not in self._suspects]
+        if lane == _SHORT_LANE:
+            waiting = [grammar for grammar in waiting if len(grammar.text) <= SHORT_BYTES]
+        elif not waiting and not busy:
+            waiting = [grammar for grammar in self._waiting if grammar in self._suspects]
+        return min(waiting, key=lambda grammar: self._turn(lane, grammar), default=None)
+
+    def _turn(self, lane: int, grammar: Grammar) -> tuple[bool, bool, int]:
+        is_short = len(grammar.text) <= SHORT_BYTES
+        return max(self._waiting[grammar]) < 0, is_short and lane != _SHORT_LANE, len(grammar.text)
+
+    def _compile(self, lane: int, grammar: Grammar) -> None:
+        self._compiling[lane] = grammar
+        self._reply(Compiling(lane, grammar))
 
         def compiled() -> Matcher | BadGrammar:
             try:
@@ -132,7 +166,7 @@ class GrammarService:
             except BadGrammar as error:
                 return error
 
-        self._lane.submit(compiled, lambda result: self._done(grammar, result))
+        self._lane.submit(compiled, lambda result: self._done(lane, grammar, result))
 
     def _checked(self, grammar: Grammar) -> Matcher:
         """Compiled, and its first mask made, which builds most of what a lexer needs (70 ms). Raises BadGrammar.
@@ -140,7 +174,7 @@ class GrammarService:
         Some grammars compile and are too much at their first id, such as `((a{1000}){1000}){1000}`, so one is taken.
         """
         matcher = self._compile_grammar(grammar)
-        trial, bits = matcher.copy(), np.zeros_like(self._bits)
+        trial, bits = matcher.copy(), np.zeros_like(self._bits[0])
         if trial.fill(bits, frozenset()):
             raise BadGrammar("nothing but an empty text matches it")
         word = int(np.flatnonzero(bits)[0])
@@ -150,17 +184,18 @@ class GrammarService:
         trial.fill(bits, frozenset())
         return matcher
 
-    def _done(self, grammar: Grammar, result: Matcher | BadGrammar) -> None:
+    def _done(self, lane: int, grammar: Grammar, result: Matcher | BadGrammar) -> None:
         if not isinstance(result, BadGrammar):
             self._compiled[grammar] = result
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         for use in self._waiting.pop(grammar).values():
             use(result)
-        self._compiling = None
+        del self._compiling[lane]
+        self._suspects.discard(grammar)
         self._compile_next()
-        if self._compiling is None:
-            self._reply(Compiling(None))
+        if lane not in self._compiling:
+            self._reply(Compiling(lane, None))
 
     def _begin(self, request: int, live: _Live, result: Matcher | BadGrammar) -> None:
         if self._live.get(request) is not live:
@@ -169,26 +204,47 @@ class GrammarService:
             self._break(request, str(result), by_grammar=True)
         else:
             live.matcher = result.copy()
-            self._advance(request, live)
+            self._advance({request: live})
 
-    def _advance(self, request: int, live: _Live) -> None:
-        """Take the ids that have come, and say what may come next."""
+    def _advance(self, live_of: Mapping[int, _Live]) -> None:
+        """Let requests take the ids that have come, and say what may come next, in as few messages as may be."""
+        requests: list[int] = []
+        positions: list[int] = []
+        for request, live in live_of.items():
+            if not self._fill(request, live, self._bits[len(requests)]):
+                continue
+            requests.append(request)
+            positions.append(live.position)
+            if len(requests) == len(self._bits):
+                self._tell(requests, positions)
+        if requests:
+            self._tell(requests, positions)
+
+    def _tell(self, requests: list[int], positions: list[int]) -> None:
+        self._reply(Masks(requests[:], positions[:], self._bits[: len(requests)].tobytes()))
+        requests.clear()
+        positions.clear()
+
+    def _fill(self, request: int, live: _Live, bits: U32) -> bool:
+        """One request's next mask; False where it has none, which is told."""
         if live.matcher is None:
             self._reply(Queued(request))
-            return
+            return False
         try:
             for token in live.untold:
                 if not live.matcher.accept(token):
                     message = f"the grammar does not allow the id {token} as output {live.position}"
                     self._break(request, message, by_grammar=False)
-                    return
+                    return False
                 live.position += 1
             live.untold.clear()
-            is_complete = live.matcher.fill(self._bits, live.stop_ids)
+            is_complete = live.matcher.fill(bits, live.stop_ids)
         except BadGrammar as error:
             self._break(request, f"at output {live.position}: {error}", by_grammar=True)
-            return
-        self._reply(Mask(request, live.position, is_complete, b"" if is_complete else self._bits.tobytes()))
+            return False
+        if is_complete:
+            self._reply(Complete(request, live.position))
+        return not is_complete
 
     def _break(self, request: int, message: str, by_grammar: bool) -> None:
         del self._live[request]

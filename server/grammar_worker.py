@@ -1,13 +1,13 @@
 """The grammar worker's process: receives commands, hands them to the service, sends its replies.
 
-Started as `python -P -m headrace.server.grammar_worker --parent PID --socket FD --model FILE`. Compiling runs on a
-second thread, which holds no lock of the interpreter meanwhile: a large schema (0.3 s) keeps no other request's mask
-waiting.
+Started as `python -P -m headrace.server.grammar_worker --parent PID --socket FD --model FILE`. Compiling runs on
+threads of its own, which hold no lock of the interpreter meanwhile: a large schema (0.3 s) keeps no other request's
+mask waiting, and no short grammar.
 
 in     packets on the socket; the model file's vocabulary
 out    packets on the socket
 state  the service's
-owner  the main thread; the other one compiles and nothing else
+owner  the main thread; the others compile and nothing else
 ready  after `Ready`; commands may be sent before
 end    the end of the server, of which the kernel tells with SIGKILL, the socket with EOF
 """
@@ -29,7 +29,7 @@ from headrace.ops.child import die_with_parent
 from headrace.ops.weights.gguf import GgufFile
 from headrace.sched.grammar import MAX_MESSAGE_BYTES, Grammar, Matcher, Ready, Reply, command_decoder, encoder
 from headrace.server.grammar_library import GrammarLibrary
-from headrace.server.grammar_service import GrammarService
+from headrace.server.grammar_service import LANES, GrammarService
 from headrace.server.tokenizer import Tokenizer
 
 MAX_MEMORY_BYTES: Final = 4 << 30
@@ -63,7 +63,7 @@ def main() -> None:
 def _serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
     wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     threading.stack_size(COMPILE_STACK_BYTES)
-    lanes = ThreadLanes(1, wake)
+    lanes = ThreadLanes(LANES, wake)
 
     def reply(message: Reply) -> None:
         pipe.send(encoder.encode(message))

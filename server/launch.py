@@ -34,6 +34,7 @@ from headrace.sched.executors.protocol import DeviceUnavailable
 from headrace.sched.executors.worker_process import WorkerProcess
 from headrace.sched.options import EngineOptions
 from headrace.server.api import Api, ApiSettings, Priorities
+from headrace.server.body import most_body_bytes
 from headrace.server.config import BadSetting, Settings
 from headrace.server.fingerprint import model_fingerprint
 from headrace.server.grammar_process import GrammarProcess
@@ -242,6 +243,7 @@ def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiS
     decided = {"dtype": plan.dtype, "cpu_kernels": plan.kernels, "cpu_threads": plan.cpu_threads}
     decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}
     return ApiSettings(
+        max_body_bytes=most_body_bytes(plan.max_queued_tokens),
         model_name=settings.model_name,
         host=settings.host,
         max_running_requests=plan.max_running_requests,

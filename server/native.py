@@ -114,17 +114,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if getattr(body, name):
             raise unsupported(f"`{name}` is not supported. Leave it out.", name)
     rid = body.rid[0] if isinstance(body.rid, list) else body.rid
-    with api.running.claim(rid, "") as generation:
-        prompts, is_batch = await _prompts(api, body)
-        sampling = _sampling_of(body, len(prompts))
-        n = api.check_n(sampling[0].n)
-        if any(api.check_n(params.n) != n for params in sampling):
-            raise bad_request("`sampling_params.n` must be the same for the whole batch.", "sampling_params.n")
-        if len(prompts) * n > MAX_CHOICES:
-            raise bad_request(f"{len(prompts) * n} choices are too many; at most {MAX_CHOICES} are allowed.", "text")
-        asked = [_asked_grammar(params) for params in sampling]
+    with api.claim(rid, "") as generation:
         terms = api.terms(_terms_of(body), request)
         async with generation.waiting(terms):
+            prompts, is_batch = await _prompts(api, body)
+            sampling = _sampling_of(body, len(prompts))
+            n = _choices_each(api, sampling)
+            asked = [_asked_grammar(params) for params in sampling]
             for grammar in dict.fromkeys(asked):
                 await checked_grammar(api.engine, grammar)
         jobs = [_job(api, body, *job, n) for job in zip(prompts, sampling, asked)]
@@ -153,6 +149,16 @@ async def _prompts(api: Api, body: GenerateRequest) -> tuple[list[EncodedPrompt]
     if any((prompt.text is None) != (name == "input_ids") for prompt in prompts):
         raise bad_request("`text` takes strings, `input_ids` takes token ids.", name, "invalid_type")
     return prompts, is_list
+
+
+def _choices_each(api: Api, sampling: list[NativeSampling]) -> int:
+    """`n`, of every prompt. Raises ApiError."""
+    n = api.check_n(sampling[0].n)
+    if any(api.check_n(params.n) != n for params in sampling):
+        raise bad_request("`sampling_params.n` must be the same for the whole batch.", "sampling_params.n")
+    if len(sampling) * n > MAX_CHOICES:
+        raise bad_request(f"{len(sampling) * n} choices are too many; at most {MAX_CHOICES} are allowed.", "text")
+    return n
 
 
 def _said(raw: msgspec.Raw) -> bool:

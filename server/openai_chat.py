@@ -49,18 +49,18 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     refuse_unsupported(body)
     refuse_unsupported_chat(body)
     n = api.check_n(body.n)
-    with api.running.claim(body.given_request_id, "chatcmpl-") as generation:
+    with api.claim(body.given_request_id, "chatcmpl-") as generation:
         terms = api.terms(body, request)
         async with generation.waiting(terms):
             grammar = await api.grammar(body)
-        ids = await encode_chat(
-            api.text,
-            body.messages,
-            tools=None if body.tool_choice == "none" else body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs,
-        )
+            ids = await encode_chat(
+                api.text,
+                body.messages,
+                tools=None if body.tool_choice == "none" else body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
+            )
         max_tokens = api.max_tokens(len(ids), body.asked_tokens, None, "messages", body.asked_tokens_param)
         logprobs = (body.top_logprobs or 0) if body.logprobs else -1
         options = output_options(body, max_tokens, logprobs)

@@ -45,22 +45,18 @@ async def completions(request: web.Request) -> web.StreamResponse:
     api.check_model(body.model)
     n = api.check_n(body.n)
     _refuse(body, n)
-    with api.running.claim(body.given_request_id, "cmpl-") as generation:
-        prompts, _ = await encode_prompts(
-            api.text,
-            body.prompt,
-            "prompt",
-            api.context_tokens,
-            bos=body.add_special_tokens is not False,
-            parse_special=bool(body.parse_special),
-        )
-        if len(prompts) * n > MAX_CHOICES:
-            message = (
-                f"{len(prompts)} prompts, `n` times {n}, are {len(prompts) * n} choices; at most {MAX_CHOICES} run."
-            )
-            raise bad_request(message, "n", "invalid_value")
+    with api.claim(body.given_request_id, "cmpl-") as generation:
         terms = api.terms(body, request)
         async with generation.waiting(terms):
+            prompts, _ = await encode_prompts(
+                api.text,
+                body.prompt,
+                "prompt",
+                api.context_tokens,
+                bos=body.add_special_tokens is not False,
+                parse_special=bool(body.parse_special),
+            )
+            _check_choices(len(prompts), n)
             grammar = await api.grammar(body)
         group = generation.submit(
             [_job(api, body, prompt, n, grammar) for prompt in prompts],
@@ -73,6 +69,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
         if body.stream:
             return await events(request, generation, group, reply)
         return json_answer(await reply.whole(await whole(group)))
+
+
+def _check_choices(prompts: int, n: int) -> None:
+    if prompts * n > MAX_CHOICES:
+        message = f"{prompts} prompts, `n` times {n}, are {prompts * n} choices; at most {MAX_CHOICES} run."
+        raise bad_request(message, "n", "invalid_value")
 
 
 def _refuse(body: CompletionRequest, n: int) -> None:

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import msgspec
 
-from headrace.server.config import BadSetting, flag_of
+from headrace.server.config import BadSetting
+from headrace.server.manual import Flag, FlagTable, add_flags
 from headrace.server.progress import Progress
 
 if TYPE_CHECKING:
@@ -28,77 +29,69 @@ MAX_RUNS: Final = 64
 """Of one --compare."""
 
 
-class SimFlag(NamedTuple):
-    field: str
-    value: str
-    help: str
-
-
-MANUAL: Final[Mapping[str, tuple[SimFlag, ...]]] = {
+MANUAL: Final[FlagTable] = {
     "trace": (
-        SimFlag("trace", "FILE", "Mooncake's JSON lines, or Azure's format where the name ends in .csv."),
-        SimFlag("limit", "N", "Only the first N requests."),
-        SimFlag("speed", "FACTOR", "Requests come so many times as fast. Default: 1."),
-        SimFlag("block_tokens", "TOKENS", "Tokens that one of hash_ids stands for. Default: 512, Mooncake's."),
-        SimFlag("seed", "N", "Of all that is drawn: latencies, hangs, damage. One seed, one outcome. Default: 0."),
+        Flag("trace", "FILE", "Mooncake's JSON lines, or Azure's format where the name ends in .csv."),
+        Flag("limit", "N", "Only the first N requests."),
+        Flag("speed", "FACTOR", "Requests come so many times as fast. Default: 1."),
+        Flag("block_tokens", "TOKENS", "Tokens that one of hash_ids stands for. Default: 512, Mooncake's."),
+        Flag("seed", "N", "Of all that is drawn: latencies, hangs, damage. One seed, one outcome. Default: 0."),
     ),
     "model and device": (
-        SimFlag("model_shape", "NAME", "Whose FLOPs and bytes are counted. Default: llama-3.1-8b."),
-        SimFlag("device", "NAME", "Whose FLOPs and bandwidths. Default: h200."),
-        SimFlag("tp_size", "N", "So many devices, as tensor parallelism would use them. Default: 1."),
-        SimFlag(
+        Flag("model_shape", "NAME", "Whose FLOPs and bytes are counted. Default: llama-3.1-8b."),
+        Flag("device", "NAME", "Whose FLOPs and bandwidths. Default: h200."),
+        Flag("tp_size", "N", "So many devices, as tensor parallelism would use them. Default: 1."),
+        Flag(
             "calibration",
             "FILE",
             "Costs of steps from a real server instead (`headrace serve --record-steps FILE`).",
         ),
-        SimFlag("request_ms", "MS", "From a request's arrival to the scheduler: HTTP, tokenizing. Default: 0."),
+        Flag("request_ms", "MS", "From a request's arrival to the scheduler: HTTP, tokenizing. Default: 0."),
     ),
     "memory": (
-        SimFlag(
-            "mem_fraction_static", "FRACTION", "Of the device's memory, for weights and KV together. Default: 0.88."
-        ),
-        SimFlag("max_total_tokens", "TOKENS", "Size of the KV cache. Default: from --mem-fraction-static."),
-        SimFlag("context_length", "TOKENS", "Longest prompt plus output; longer requests are refused."),
-        SimFlag("page_size", "TOKENS", "Tokens in a page. Default: 16; 64 simulates up to twice as fast."),
-        SimFlag("disable_radix_cache", "", "Keep no KV for later requests."),
+        Flag("mem_fraction_static", "FRACTION", "Of the device's memory, for weights and KV together. Default: 0.88."),
+        Flag("max_total_tokens", "TOKENS", "Size of the KV cache. Default: from --mem-fraction-static."),
+        Flag("context_length", "TOKENS", "Longest prompt plus output; longer requests are refused."),
+        Flag("page_size", "TOKENS", "Tokens in a page. Default: 16; 64 simulates up to twice as fast."),
+        Flag("disable_radix_cache", "", "Keep no KV for later requests."),
     ),
     "tiers": (
-        SimFlag("hicache_size", "GB", "Size of the host tier. Default: none."),
-        SimFlag("hicache_write_policy", "POLICY", "When KV is copied down. Default: write_through."),
-        SimFlag("disk_cache_size", "SIZE", "Size of the disk tier, such as 1TB. Default: none."),
-        SimFlag(
+        Flag("hicache_size", "GB", "Size of the host tier. Default: none."),
+        Flag("hicache_write_policy", "POLICY", "When KV is copied down. Default: write_through."),
+        Flag("disk_cache_size", "SIZE", "Size of the disk tier, such as 1TB. Default: none."),
+        Flag(
             "prefetch_policy",
             "POLICY",
             "How long a request waits for pages from storage; --hicache-storage-prefetch-policy is the same. "
             "Default: adaptive.",
+            ("--hicache-storage-prefetch-policy",),
         ),
-        SimFlag("disk_read_gbps", "GB/S", "Read bandwidth, shared by all reads. Default: 7."),
-        SimFlag("disk_write_gbps", "GB/S", "Write bandwidth. Default: 5."),
-        SimFlag("disk_latency_us", "US", "Median latency of an operation, drawn log-normally. Default: 100."),
-        SimFlag("disk_hang_rate", "SHARE", "Of reads and writes that take --disk-hang-s more. Default: 0."),
-        SimFlag("disk_hang_s", "SECONDS", "Default: 1."),
-        SimFlag("disk_error_rate", "SHARE", "Of reads that find a damaged page. Default: 0."),
+        Flag("disk_read_gbps", "GB/S", "Read bandwidth, shared by all reads. Default: 7."),
+        Flag("disk_write_gbps", "GB/S", "Write bandwidth. Default: 5."),
+        Flag("disk_latency_us", "US", "Median latency of an operation, drawn log-normally. Default: 100."),
+        Flag("disk_hang_rate", "SHARE", "Of reads and writes that take --disk-hang-s more. Default: 0."),
+        Flag("disk_hang_s", "SECONDS", "Default: 1."),
+        Flag("disk_error_rate", "SHARE", "Of reads that find a damaged page. Default: 0."),
     ),
     "scheduling": (
-        SimFlag("max_running_requests", "N", "Requests that are computed together. Default: 256."),
-        SimFlag("max_queued_requests", "N", "Requests that may wait; more are refused. Default: no bound."),
-        SimFlag(
+        Flag("max_running_requests", "N", "Requests that are computed together. Default: 256."),
+        Flag("max_queued_requests", "N", "Requests that may wait; more are refused. Default: no bound."),
+        Flag(
             "chunked_prefill_size",
             "TOKENS",
             "Prompt tokens of one step. Default: as many as keep it under 200 ms, at most 8192 (cpu: 2048).",
         ),
-        SimFlag("schedule_policy", "POLICY", "Order in which waiting requests start. Default: least-work."),
-        SimFlag("target_itl_ms", "MS", "Prompts are computed in chunks that keep a step under this. Default: 200 ms."),
-        SimFlag("schedule_conservativeness", "FACTOR", "As of `headrace serve`. Default: 1."),
-        SimFlag("disable_overlap_schedule", "", "Prepare a step only when the one before has ended."),
+        Flag("schedule_policy", "POLICY", "Order in which waiting requests start. Default: least-work."),
+        Flag("target_itl_ms", "MS", "Prompts are computed in chunks that keep a step under this. Default: 200 ms."),
+        Flag("schedule_conservativeness", "FACTOR", "As of `headrace serve`. Default: 1."),
+        Flag("disable_overlap_schedule", "", "Prepare a step only when the one before has ended."),
     ),
     "objectives": (
-        SimFlag("slo_ttft_ms", "MS", "A request is good if its first token came within this … Default: 5000."),
-        SimFlag("slo_itl_ms", "MS", "… and its tokens followed each other within this on average. Default: 100."),
+        Flag("slo_ttft_ms", "MS", "A request is good if its first token came within this … Default: 5000."),
+        Flag("slo_itl_ms", "MS", "… and its tokens followed each other within this on average. Default: 100."),
     ),
 }
 
-_ALIASES: Final = {"prefetch_policy": ("--hicache-storage-prefetch-policy",)}
 _EXAMPLES: Final = """\
 examples:
   headrace simulate --trace conversation_trace.jsonl --tp-size 2 --hicache-size 64 --disk-cache-size 1TB
@@ -118,16 +111,7 @@ def add_simulate_parser(commands: Any, formatter: type[argparse.HelpFormatter]) 
         usage="headrace simulate --trace FILE [FLAG [VALUE]]...",
         formatter_class=formatter,
     )
-    for title, flags in MANUAL.items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            names = (flag_of(flag.field), *_ALIASES.get(flag.field, ()))
-            options: dict[str, Any] = {"dest": flag.field, "default": argparse.SUPPRESS, "help": flag.help}
-            if flag.value:
-                options["metavar"] = flag.value
-            else:
-                options["action"] = "store_true"
-            group.add_argument(*names, **options)
+    add_flags(parser, MANUAL)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare",

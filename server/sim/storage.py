@@ -1,7 +1,8 @@
 """The storage agent in virtual time: the real service over the memory store, behind a seeded link.
 
 The store outlives the agents that open it, as a disk does. A command takes its time before it acts: a fixed latency,
-and for reads and writes so much a page.
+and for reads and writes so much a page. A cancellation acts at once, on what waits: as with the real agent, what is
+under way is not stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import xxhash
 from headrace.kvcache.storage.lanes import InlineLanes
 from headrace.kvcache.storage.memory import MemoryStore
 from headrace.kvcache.storage.page_store import Got, PageRun, Put
-from headrace.kvcache.storage.protocol import OpenStore, Read, Write, command_decoder, encoder
+from headrace.kvcache.storage.protocol import Cancel, OpenStore, Read, Write, command_decoder, encoder
 from headrace.kvcache.storage.service import StorageService
 from headrace.ops.transport import Transport
 from headrace.server.sim.transport import SimLink, SimServer
@@ -130,7 +131,7 @@ class SimAgent:
         self._link = link
         self._times = times
         self._slow = slow
-        self._server = SimServer(link.loop, link.far, self._cost_ns, times.lanes)
+        self._server = SimServer(link.loop, link.far, self._cost_ns, times.lanes, _is_cancel)
         lanes = InlineLanes()
         service = StorageService(
             lambda reply: self._server.reply(encoder.encode(reply)),
@@ -140,7 +141,15 @@ class SimAgent:
         )
 
         def handle(message: bytes) -> None:
-            service.handle(command_decoder.decode(message))
+            command = command_decoder.decode(message)
+            if isinstance(command, Cancel):
+                queued = self._server.withdraw(lambda other: _is_transfer(other, command.id))
+                if queued is not None:
+                    # All lanes are busy: it is accepted, and not begun.
+                    lanes.count = 0
+                    service.handle(command_decoder.decode(queued))
+                    lanes.count = 1
+            service.handle(command)
             lanes.deliver()
             if service.finished:
                 link.far.close()
@@ -178,3 +187,12 @@ class SimAgent:
         if self._slow and self._link.rng.random() < self._slow:
             cost_us *= 1000
         return int(cost_us * 1000 * (0.5 + self._link.rng.random()))
+
+
+def _is_cancel(message: bytes) -> bool:
+    return isinstance(command_decoder.decode(message), Cancel)
+
+
+def _is_transfer(message: bytes, id: int) -> bool:
+    command = command_decoder.decode(message)
+    return isinstance(command, Read | Write) and command.id == id

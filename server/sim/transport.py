@@ -247,12 +247,21 @@ class SimServer:
     hangs nothing ends; when it is killed nothing more does.
     """
 
-    def __init__(self, loop: VirtualLoop, end: SimEnd, cost_ns: Callable[[bytes], int], lanes: int = 1) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        end: SimEnd,
+        cost_ns: Callable[[bytes], int],
+        lanes: int = 1,
+        is_urgent: Callable[[bytes], bool] = lambda command: False,
+    ) -> None:
+        """`is_urgent`: commands that wait for no lane and take no time, as a cancellation."""
         assert lanes >= 1
         self._loop = loop
         self._end = end
         self._cost_ns = cost_ns
         self._lanes = lanes
+        self._is_urgent = is_urgent
         self._handle: Callable[[bytes], None] | None = None
         self._waiting: deque[bytes] = deque()
         self._running: dict[int, VirtualTimer] = {}
@@ -269,6 +278,13 @@ class SimServer:
         """Raises TransportClosed."""
         self._end.send(message)
 
+    def withdraw(self, is_wanted: Callable[[bytes], bool]) -> bytes | None:
+        """Take the first command away that is so and waits for a lane."""
+        command = next(filter(is_wanted, self._waiting), None)
+        if command is not None:
+            self._waiting.remove(command)
+        return command
+
     def stop(self) -> None:
         """The process exits: commands that wait or run are dropped, the client sees the end of the stream."""
         self._drop()
@@ -277,8 +293,11 @@ class SimServer:
     def _arrived(self, command: bytes) -> None:
         if len(self._waiting) >= MAX_BACKLOG_MESSAGES:
             raise CommandsUnbounded(f"{len(self._waiting)} commands wait for {self._end.name}: send fewer ahead")
-        self._waiting.append(command)
-        self._start()
+        if self._is_urgent(command):
+            self._act(command)
+        else:
+            self._waiting.append(command)
+            self._start()
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._lanes:
@@ -289,16 +308,19 @@ class SimServer:
             self._running[self._commands] = self._loop.call_later_ns(cost_ns, self._finish, self._commands, command)
 
     def _finish(self, number: int, command: bytes) -> None:
-        assert self._handle is not None
         if self._end.hung_until_ns > self._loop.time_ns():
             self._running[number] = self._loop.call_at_ns(self._end.hung_until_ns, self._finish, number, command)
             return
         del self._running[number]
+        self._act(command)
+        self._start()
+
+    def _act(self, command: bytes) -> None:
+        assert self._handle is not None
         try:
             self._handle(command)
         except TransportClosed:
             self.stop()  # nobody hears the answer any more: the process ends, as it does in production
-        self._start()
 
     def _client_gone(self, reason: str) -> None:
         self._drop()

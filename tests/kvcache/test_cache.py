@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.kvcache.cache import KvCache
+from headrace.kvcache.cache import FORGOTTEN_NODES, KvCache
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.pool import Fence
@@ -149,3 +149,24 @@ def test_a_host_slot_starts_on_a_block_boundary() -> None:
     smol = KvLayout(16, (LayerGroup("full", 0, tuple(range(30)), 3, 64, 2),))
     assert smol.page_bytes(0) == smol.host_slot_bytes(0) == 368_640
     assert LAYOUT.page_bytes(0) == 4 * 2 * 2 * 2 * 8 * 4 and LAYOUT.host_slot_bytes(0) == 4096
+
+
+def test_a_lost_device_is_forgotten_a_slice_at_a_time_whatever_is_pinned_and_dropped_meanwhile() -> None:
+    cache = KvCache(LAYOUT, [1000], host_pages=10)
+    prompts = [key(*range(i, i + 5)) for i in range(500)]
+    for prompt in prompts:
+        run_through(cache, prompt, 0)
+    cache.complete_step(0)
+    pins, slices, least = [cache.pin(prompts[0])[0]], 0, 500
+    for _ in cache.forget_device():
+        cache.check_integrity()
+        left = cache.stats().indexed
+        assert least - left <= FORGOTTEN_NODES
+        least, slices = left, slices + 1
+        if slices == 2:
+            pins.append(cache.pin(prompts[-1])[0])
+            cache.flush(most_pages=100)
+            least = cache.stats().indexed
+    assert slices >= 4 and least == 0
+    assert [cache.pages_of_pin(pin) for pin in pins] == [0, 0]
+    assert cache.stats().free == 1000

@@ -264,7 +264,7 @@ def test_a_lost_device_leaves_what_the_host_has() -> None:
     backed_up(index, lease, 100)
     index.extend(lease, raw(5, 6), numbers(2, 1), 1)
     index.release(lease, 1)
-    index.forget_device()
+    index.forget_device(9)
     index.check([])
     assert index.peek(ROOT, raw(1, 2, 3, 4, 5, 6)) == (0, 2)
     assert (index.device_pages, index.host_pages) == (0, 2)

@@ -13,6 +13,7 @@ from headrace.sched.grammar import BadGrammar, Grammar
 from headrace.sched.masks import MASK_GRACE_S
 from headrace.sched.matching import ANSWER_S, MAX_COMPILES, GrammarWorkerFailed
 from headrace.sched.messages import Overloaded
+from headrace.server.grammar_service import SHORT_BYTES
 from headrace.server.sim.grammar import END_ID
 from headrace.server.sim.judge import Watched
 from headrace.server.sim.virtual_loop import run, running_loop
@@ -26,6 +27,11 @@ STEP_S = 0.0016
 def toy(seed: int, length: int = 1000) -> dict[str, str]:
     """A grammar of so many ids."""
     return {"kind": "toy", "text": f"{seed} {length}"}
+
+
+def slow(number: int, compile_ms: int = 4000) -> Grammar:
+    """A long grammar, as those are that take long to compile."""
+    return Grammar("toy", f"{number} 5 {compile_ms}".ljust(SHORT_BYTES + 1))
 
 
 def in_world(shape: WorldShape, scenario: Callable[[World], Coroutine[Any, Any, None]], seed: int = 0) -> World:
@@ -386,6 +392,22 @@ def test_b33_a_worker_that_hangs_before_it_looks_at_a_grammar_is_not_the_grammar
     in_world(WorldShape(), scenario)
 
 
+def test_a_deadline_that_rings_a_nanosecond_early_does_not_ring_for_ever() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine.check_grammar(Grammar("toy", "1 5"))
+        for turn in range(40):
+            # Of so many odd times some are rounded down: the deadline rings before it has come.
+            await asyncio.sleep(0.1234567 + turn * 0.0071113)
+            world.hang_grammar_worker(1000.0)
+            began_s = running_loop().time()
+            with pytest.raises(GrammarWorkerFailed, match="did not answer"):
+                await world.engine.check_grammar(Grammar("toy", f"{turn} 6"))
+            assert running_loop().time() - began_s == pytest.approx(ANSWER_S, abs=1e-6)
+            await world.engine.check_grammar(Grammar("toy", f"{turn} 6"))
+
+    in_world(WorldShape(mask_us=10), scenario)
+
+
 def test_b33_a_grammar_that_ends_the_worker_is_refused_and_nobody_else_notices() -> None:
     async def scenario(world: World) -> None:
         for seed in range(3):
@@ -409,36 +431,78 @@ def test_b33_a_grammar_that_ends_the_worker_is_refused_and_nobody_else_notices()
     assert [reason_of(watched) for watched in world.requests.values()] == ["length"] * 3
 
 
+def test_b33_a_grammar_compiled_beside_one_that_ends_the_worker_is_not_blamed() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine.check_grammar(Grammar("toy", "1 5"))
+        async with asyncio.TaskGroup() as tasks:
+            killer = tasks.create_task(_refusal(world, slow(1, 5000).text))
+            innocent = tasks.create_task(world.engine.check_grammar(Grammar("toy", "2 5 3000")))
+            # They are compiled side by side the first time, and one after the other then.
+            for life in (1, 2):
+                await asyncio.sleep(0.2)
+                assert world.grammar_lives == life
+                world.kill_grammar_worker()
+            assert "ended the grammar worker" in await killer
+            await innocent
+        assert world.grammar_lives == 3
+
+    in_world(WorldShape(), scenario)
+
+
 async def _refusal(world: World, text: str) -> str:
     with pytest.raises(BadGrammar) as error:
         await world.engine.check_grammar(Grammar("toy", text))
     return str(error.value)
 
 
-def test_b33_a_short_grammar_waits_for_one_slow_one_at_most() -> None:
+def test_b33_short_grammars_wait_for_no_slow_one() -> None:
     async def scenario(world: World) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(3):
-                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 4000")))
-            await asyncio.sleep(0.5)
-            async with asyncio.timeout(4):
-                await world.engine.check_grammar(Grammar("toy", "9 5"))
+        slow_ones = [asyncio.ensure_future(world.engine.check_grammar(slow(number))) for number in range(4)]
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(0.1):
+            for seed in range(4):
+                await world.engine.check_grammar(Grammar("toy", f"{seed} 5"))
+        assert not any(task.done() for task in slow_ones)
+        # The last of them would wait for longer than it may.
+        await asyncio.wait(slow_ones[:3])
+        slow_ones[3].cancel()
 
     in_world(WorldShape(), scenario)
 
 
-@pytest.mark.parametrize(("slow", "is_overloaded"), [(3, False), (4, True)])
-def test_b33_slow_grammars_make_others_wait_or_come_later_and_never_bad(slow: int, is_overloaded: bool) -> None:
+def test_b33_of_several_short_grammars_that_take_long_two_are_compiled_at_a_time() -> None:
+    async def scenario(world: World) -> None:
+        async with asyncio.timeout(4.5), asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 2000")))
+
+    in_world(WorldShape(), scenario)
+
+
+def test_b33_a_long_grammar_does_not_wait_for_short_ones_that_keep_coming() -> None:
     async def scenario(world: World) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for number in range(slow):
-                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 4000")))
+            for number in range(20):
+                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 500")))
+            await asyncio.sleep(0.1)
+            async with asyncio.timeout(1):
+                await world.engine.check_grammar(slow(1, 400))
+
+    in_world(WorldShape(), scenario)
+
+
+@pytest.mark.parametrize(("others", "is_overloaded"), [(3, False), (4, True)])
+def test_b33_slow_grammars_make_slow_ones_wait_or_come_later_and_never_bad(others: int, is_overloaded: bool) -> None:
+    async def scenario(world: World) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(others):
+                tasks.create_task(world.engine.check_grammar(slow(number)))
             await asyncio.sleep(0.5)
             if is_overloaded:
                 with pytest.raises(Overloaded, match="turn"):
-                    await world.engine.check_grammar(Grammar("toy", "9 5 4000"))
+                    await world.engine.check_grammar(slow(9))
             else:
-                await world.engine.check_grammar(Grammar("toy", "9 5 4000"))
+                await world.engine.check_grammar(slow(9))
         assert world.grammar_lives == 1
 
     in_world(WorldShape(), scenario)
@@ -446,15 +510,13 @@ def test_b33_slow_grammars_make_others_wait_or_come_later_and_never_bad(slow: in
 
 def test_b33_a_grammar_that_nobody_waits_for_any_more_is_not_compiled() -> None:
     async def scenario(world: World) -> None:
-        slow = [
-            asyncio.ensure_future(world.engine.check_grammar(Grammar("toy", f"{number} 5 4000"))) for number in range(9)
-        ]
+        unwanted = [asyncio.ensure_future(world.engine.check_grammar(slow(number))) for number in range(9)]
         await asyncio.sleep(0.5)
-        for task in slow:
+        for task in unwanted:
             task.cancel()
-        await asyncio.wait(slow)
-        async with asyncio.timeout(5):
-            await world.engine.check_grammar(Grammar("toy", "9 5"))
+        await asyncio.wait(unwanted)
+        async with asyncio.timeout(8):
+            await world.engine.check_grammar(slow(9))
 
     in_world(WorldShape(), scenario)
 

@@ -82,14 +82,6 @@ def test_a_seeded_torture_run_ends_with_everything_given_back(seed: int) -> None
     assert report.requests + report.happened["refused"] >= 60
 
 
-def test_a_seed_that_cut_a_prefetch_behind_another_and_asked_again_loses_no_page() -> None:
-    torture(79, 400)
-
-
-def test_a_seed_whose_grammar_deadline_rang_a_nanosecond_early_does_not_ring_for_ever() -> None:
-    torture(225, 400)
-
-
 def test_the_torture_reaches_what_it_is_for() -> None:
     totals: Counter[str] = Counter()
     for seed in range(100, 124):

@@ -228,6 +228,20 @@ def test_b01_a_hit_below_the_threshold_leaves_the_request_runnable_at_once() -> 
     play(shape, scenario)
 
 
+@pytest.mark.parametrize(("start", "pages"), [(1, 0), (3, 0), (22, 5), (36, 8), (37, PAGES)])
+def test_a_request_that_wants_prompt_logprobs_gets_from_storage_what_lies_before_them(start: int, pages: int) -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        watched = world.submit(PROMPT, 3, prompt_logprobs=0, prompt_logprobs_from=start)
+        await watched.ended.wait()
+        assert cached(watched) == (0, 0, 4 * pages)
+        assert world.engine.status().prefetch_wasted_bytes == 0
+
+    play(DISK, scenario)
+
+
 def test_b02_a_time_limit_is_absolute_and_what_has_arrived_is_used() -> None:
     async def scenario(world: World) -> None:
         await ask(world)

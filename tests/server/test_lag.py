@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 from headrace.sched.messages import EngineStatus
-from headrace.server.lag import IDLE_S, LONGEST_S, QUIET_TICKS, TICK_S, YOUNG_OBJECTS, LagProbe
+from headrace.server.lag import IDLE_S, LONGEST_S, MOST_OBJECTS, QUIET_TICKS, TICK_S, YOUNG_OBJECTS, LagProbe
 from headrace.server.metrics import Metrics
 from headrace.server.sim.virtual_loop import run
 
@@ -61,6 +62,7 @@ def with_probe(scenario: Callable[[Bench], Coroutine[Any, Any, None]]) -> Bench:
 
 @pytest.fixture(autouse=True)
 def thaw() -> Iterator[None]:
+    gc.collect()
     yield
     gc.unfreeze()
 
@@ -109,6 +111,26 @@ def test_the_collector_does_not_run_by_itself_and_only_over_the_young_while_requ
 
     with_probe(scenario)
     assert gc.isenabled()
+
+
+def test_what_a_large_request_leaves_behind_is_collected_when_nobody_waits() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    async def scenario(bench: Bench) -> None:
+        await asyncio.sleep(2 * TICK_S)
+        bench.collections.clear()
+        cycle = weakref.ref(Cycle())
+        burst = [[] for _ in range(MOST_OBJECTS + 1000)]  # type: ignore[var-annotated]
+        await asyncio.sleep(3 * TICK_S)
+        assert not bench.collections and cycle() is not None
+        burst.clear()
+        bench.busy = False
+        await asyncio.sleep((QUIET_TICKS + 2) * IDLE_S)
+        assert bench.collections == [2] and cycle() is None
+
+    with_probe(scenario)
 
 
 def test_everything_is_collected_once_when_nobody_has_waited_for_a_while_and_what_is_left_is_frozen() -> None:
