@@ -85,17 +85,18 @@ def in_world(terms: Terms, compile_ms: int, is_busy: bool = False) -> tuple[str,
 @pytest.mark.parametrize("compile_ms", [1, 100, 200])
 def test_the_wait_for_a_grammar_is_part_of_a_requests_time(compile_ms: int) -> None:
     reason, took_ms = in_world(Terms(deadline_ms=LIMIT_MS), compile_ms)
-    assert (reason, took_ms) == ("timeout, some ids", pytest.approx(LIMIT_MS))
+    assert reason == "timeout, some ids" and took_ms == pytest.approx(LIMIT_MS)
 
 
 @pytest.mark.parametrize("compile_ms", [1, 100, 200])
 def test_the_wait_for_a_grammar_is_part_of_the_time_until_it_begins(compile_ms: int) -> None:
     reason, took_ms = in_world(Terms(queue_deadline_ms=LIMIT_MS), compile_ms, is_busy=True)
-    assert (reason, took_ms) == ("queue_timeout, no ids", pytest.approx(LIMIT_MS))
+    assert reason == "queue_timeout, no ids" and took_ms == pytest.approx(LIMIT_MS)
 
 
 @pytest.mark.parametrize(
     ("terms", "status"), [(Terms(deadline_ms=LIMIT_MS), "504"), (Terms(queue_deadline_ms=LIMIT_MS), "503")]
 )
 def test_a_limit_that_passes_before_the_submission_ends_the_request_then(terms: Terms, status: str) -> None:
-    assert in_world(terms, 400) == (status, pytest.approx(LIMIT_MS))
+    reason, took_ms = in_world(terms, 400)
+    assert reason == status and took_ms == pytest.approx(LIMIT_MS)

@@ -12,6 +12,7 @@ from ops.small_llama import VOCAB, SmallLlama
 
 from headrace.ops.weights.gguf import GgufFile
 from headrace.server import cli, launch
+from headrace.server.byte_level import PRE_TOKENIZATIONS
 from headrace.server.config import BadSetting, Settings
 from headrace.server.launch import chat_template, port_and_model
 from headrace.server.lifecycle import CannotListen, bind
@@ -119,15 +120,16 @@ def model_with(path: Path, model: str, pre: str | None, monkeypatch: pytest.Monk
     ("model", "pre", "says"),
     [
         (
-            "llama",
+            "bert",
             None,
-            "its tokenizer is of the kind 'llama' (tokenizer.ggml.model). Supported: 'gpt2' (byte-level byte-pair "
-            "encoding)",
+            "its tokenizer is of the kind 'bert' (tokenizer.ggml.model). Supported: 'gpt2' (byte-level byte-pair "
+            "encoding), 'llama' (SentencePiece's byte-pair encoding)",
         ),
         (
             "gpt2",
-            "qwen2",
-            "its text is cut into words by the rules of 'qwen2' (tokenizer.ggml.pre). Supported: 'smollm'",
+            "poro-chat",
+            "its text is cut into words by the rules of 'poro-chat' (tokenizer.ggml.pre). Supported: "
+            f"{', '.join(map(repr, PRE_TOKENIZATIONS))}",
         ),
     ],
 )

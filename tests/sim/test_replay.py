@@ -81,7 +81,7 @@ def test_b20_adaptive_waits_for_a_disk_that_is_quicker_than_computing_though_its
     never, waits = run(prefetch_policy="best_effort"), run(prefetch_policy="wait_complete")
     assert usual.hit_ratio.storage > 2 * never.hit_ratio.storage
     # Of two that are as quick in the mean, it is the one with the short tail.
-    assert usual.ttft_ms.mean < min(never.ttft_ms.mean, 1.05 * waits.ttft_ms.mean)
+    assert usual.ttft_ms.mean < min(never.ttft_ms.mean, 1.1 * waits.ttft_ms.mean)
     assert usual.ttft_ms.p99 < 0.9 * min(never.ttft_ms.p99, waits.ttft_ms.p99)
 
 
