@@ -34,6 +34,7 @@ from headrace.kvcache.host import NOTHING_PENDING, Copied, Copy, HostTier, Write
 from headrace.kvcache.identity import PageHash, PrefixKey
 from headrace.kvcache.integrity import Claims, joined
 from headrace.kvcache.layout import KvLayout
+from headrace.kvcache.pins import PINNED_SHARE, Pins
 from headrace.kvcache.pool import Fence, Owner, PagePool
 from headrace.kvcache.prefetch import Prefetch, PrefetchOptions, PrefetchPolicy, PrefillMs
 from headrace.kvcache.radix import RadixIndex
@@ -46,8 +47,6 @@ from headrace.ops.wire import I32
 MOST_PAGES: Final = 1 << 40
 FORGOTTEN_NODES: Final = 128
 """Of a lost device, at a time: 1.3 ms."""
-PINNED_SHARE: Final = 0.5
-"""Of the smaller of device and host pool, that pins may hold."""
 
 
 class Repointed(NamedTuple):
@@ -150,8 +149,7 @@ class KvCache:
         self._prefetcher: Prefetcher | None = None
         self._writeback: WriteBack | None = None
         self.events = KvEvents(self._index, layout.page_tokens, page_hash)
-        self._pins: dict[int, Lease] = {}
-        self._last_pin = 0
+        self.pins = Pins(self._index)
         self.version = 0
         """Grows when `peek` may find another length than before."""
 
@@ -426,11 +424,6 @@ class KvCache:
         assert self._prefetcher is not None
         self._prefetcher.release(warmed, warmed.brought_pages)
 
-    @property
-    def pinned_pages(self) -> int:
-        """Pages that pins hold; one that two pins hold counts twice."""
-        return sum(lease.num_pages for lease in self._pins.values())
-
     def pin_limit(self, longest_pages: int) -> int:
         """Pages that pins may hold, so that a request of `longest_pages` can still run, and the host still works.
 
@@ -441,20 +434,9 @@ class KvCache:
             smallest = min(smallest, self._host.pool.num_pages // len(self._pools))
         return max(0, min(int(smallest * PINNED_SHARE), self.capacity_pages - longest_pages))
 
-    def pin(self, key: PrefixKey) -> tuple[int, int]:
-        """Keep what device and host have of a prefix, until `unpin`: `(pin, pages)`."""
-        lease, _, _ = self._index.acquire(key.namespace, key.raw(0, key.length // key.page_tokens))
-        self._last_pin += 1
-        self._pins[self._last_pin] = lease
-        return self._last_pin, lease.num_pages
-
-    def pages_of_pin(self, pin: int) -> int:
-        """Fewer than at first when the device has been lost since."""
-        return self._pins[pin].num_pages
-
     def unpin(self, pin: int) -> None:
         """The pages of a pin may be evicted again, as if just used."""
-        self._index.release(self._pins.pop(pin), -1)
+        self.pins.unpin(pin)
         self._room_came()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -493,9 +475,7 @@ class KvCache:
                 self._drop(runs)
                 yield
         # What is left is pinned.
-        pinned = {number: path_of(pin) for number, pin in self._pins.items()}
-        for pin in self._pins.values():
-            self._index.release(pin, -1, touch=False)
+        pinned = self.pins.let_go()
         if self._host is None:
             self._index.clear()
         else:
@@ -503,7 +483,7 @@ class KvCache:
         for pool in self._pools:
             pool.reset()
         # A pin goes on with what the host has of its prefix.
-        self._pins = {number: self._index.acquire(*path).lease for number, path in pinned.items()}
+        self.pins.hold(pinned)
         yield
 
     def stats(self) -> CacheStats:
@@ -538,7 +518,7 @@ class KvCache:
         copies = host.leases if host is not None else []
         claims = [Claims(pool) for pool in self._pools]
         host_claims = Claims(host.pool) if host is not None else None
-        for nodes in self._index.checking([*(holding.lease for holding in holdings), *copies, *self._pins.values()]):
+        for nodes in self._index.checking([*(holding.lease for holding in holdings), *copies, *self.pins.leases]):
             if nodes:
                 device = np.concatenate([node.device for node in nodes], axis=1)
                 for group, claim in enumerate(claims):

@@ -87,8 +87,7 @@ class RadixIndex:
             step = step.parent
         if child is None:
             return pages - missing, pages
-        on_device = 0 if missing else min(child.num_device, common)
-        return pages - missing + on_device, pages + common
+        return pages - missing + (0 if missing else min(child.num_device, common)), pages + common
 
     def host_run(self, namespace: bytes, raw: bytes, start: int = 0) -> I32:
         """The host's pages of `raw` from page `start` on, up to a gap: int32 [groups, n]; changes nothing."""
@@ -96,13 +95,13 @@ class RadixIndex:
             return self._none
         node, _, child, common = self._walk(root, raw)
         found, at, depth = [self._none], start, 0
-        for step in path_to(node)[1:] + [child] * (child is not None and common > 0):
+        for step in path_to(child if child is not None and common else node)[1:]:
             if at < depth + step.length:
                 found.append(step.host[:, at - depth :])
                 at += found[-1].shape[1]
-                if at < depth + step.length:
-                    break
             depth += step.length
+            if at < depth:
+                break
         return np.concatenate(found, axis=1)[:, : len(raw) // self._page_bytes - start]
 
     def acquire(self, namespace: bytes, raw: bytes) -> Match:
@@ -475,8 +474,7 @@ class RadixIndex:
         node.set_host(node.host[:, at:].copy())
         node.pending = max(0, node.pending - at)
         head.children[node.key[: self._page_bytes]] = node
-        head.device_children = int(node.num_device > 0)
-        head.host_children = int(node.pending > 0)
+        head.device_children, head.host_children = int(node.num_device > 0), int(node.pending > 0)
         self.num_nodes += 1
         self._offer(head)
         self._offer(node)

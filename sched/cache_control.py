@@ -210,13 +210,13 @@ class CacheControl:
                 "storage with /cache/warm, and pin it then"
             )
         limit = cache.pin_limit(cache.layout.pages(self._longest_tokens()))
-        if cache.pinned_pages + pages > limit:
+        if cache.pins.num_pages + pages > limit:
             raise PinRefused(
-                f"the prompt has {pages} cached pages and {cache.pinned_pages} are pinned; at most {limit} may be, so "
-                "that the longest request can still run: unpin others, pin a shorter prefix, or give the server a "
+                f"the prompt has {pages} cached pages and {cache.pins.num_pages} are pinned; at most {limit} may be, "
+                "so that the longest request can still run: unpin others, pin a shorter prefix, or give the server a "
                 "larger pool (--max-total-tokens, --hicache-size)"
             )
-        number, pages = cache.pin(key)
+        number, pages = cache.pins.pin(key)
         id = f"pin-{number}"
         timer = asyncio.get_running_loop().call_later(ttl_s, self.unpin, id)
         self._pins[id] = _Pinned(number, timer)
@@ -235,7 +235,7 @@ class CacheControl:
         """All that hold, the oldest first."""
         page_tokens, found = self._cache.layout.page_tokens, []
         for id, (number, timer) in self._pins.items():
-            pages = self._cache.pages_of_pin(number)
+            pages = self._cache.pins.pages_of(number)
             left_s = max(0.0, timer.when() - asyncio.get_running_loop().time())
             found.append(Pin(id, pages * page_tokens, pages, round(left_s, 3)))
         return found

@@ -1,7 +1,7 @@
 """Gemma 3 from its 4-bit file draws the ids that `transformers` draws in float32 with the same weights.
 
-One prompt is longer than the window of 512 tokens. `scripts/golden_gemma3.py` wrote the ids, and by how much each was the
-best: 0.0044 in the closest case.
+One prompt is longer than the window of 512 tokens. `scripts/golden_gemma3.py` wrote the ids, and by how much each was
+the best: 0.0044 in the closest case.
 """
 
 from __future__ import annotations

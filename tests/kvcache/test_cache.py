@@ -166,18 +166,18 @@ def test_a_lost_device_is_forgotten_a_slice_at_a_time_whatever_is_pinned_and_dro
     for prompt in prompts:
         run_through(cache, prompt, 0)
     cache.complete_step(0)
-    pins, slices, least = [cache.pin(prompts[0])[0]], 0, 500
+    pins, slices, least = [cache.pins.pin(prompts[0])[0]], 0, 500
     for _ in cache.forget_device():
         cache.check_integrity()
         left = cache.stats().indexed
         assert least - left <= FORGOTTEN_NODES
         least, slices = left, slices + 1
         if slices == 2:
-            pins.append(cache.pin(prompts[-1])[0])
+            pins.append(cache.pins.pin(prompts[-1])[0])
             cache.flush(most_pages=100)
             least = cache.stats().indexed
     assert slices >= 4 and least == 0
-    assert [cache.pages_of_pin(pin) for pin in pins] == [0, 0]
+    assert [cache.pins.pages_of(pin) for pin in pins] == [0, 0]
     assert cache.stats().free == 1000
 
 
@@ -218,7 +218,7 @@ def test_who_waits_for_host_room_is_told_when_a_copy_lets_go_of_its_prefix(told:
 def test_who_waits_for_host_room_is_told_when_a_pin_goes(told: list[int]) -> None:
     cache = KvCache(LAYOUT, [16], host_pages=8)
     copied(cache, *range(17))
-    pin, pages = cache.pin(key(*range(17)))
+    pin, pages = cache.pins.pin(key(*range(17)))
     told.clear()
     cache.unpin(pin)
     assert (pages, told) == (4, [8])

@@ -203,7 +203,7 @@ def test_b31_if_the_last_running_request_does_not_fit_only_that_one_fails_and_sa
         # Pages that nobody can get any more, which only a fault of ours could bring about: a lease past all bounds.
         cache = world.engine._scheduler.cache
         key = PrefixKey(world.engine.namespace("", ""), 4, np.arange(30, dtype=np.int32), 28)
-        pin, pages = cache.pin(key)
+        pin, pages = cache.pins.pin(key)
         assert pages == 7
         unlucky = world.submit([1, 2], 50)
         waiting = [world.submit([3, 4], 4), world.submit([5, 6], 4)]
