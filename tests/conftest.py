@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.server.models import DEFAULT_MODEL, cache_folder, resolve
+from headrace.server.models import DEFAULT_MODEL, cache_folder, fetch_model, resolve
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +19,9 @@ def model_file() -> Path:
     path = Path(named)
     assert path.is_file(), f"HEADRACE_TEST_MODEL names {named}, which is no file"
     return path
+
+
+@pytest.fixture(scope="session")
+def gemma_file() -> Path:
+    """Gemma 3 270M in Q4_K_M; downloaded where it is not cached yet."""
+    return fetch_model("gemma-3-270m", cache_folder(os.environ), lambda phase, done, total: None)

@@ -29,12 +29,15 @@ class Asker:
     def __init__(self) -> None:
         self.ids: dict[int, list[int]] = {}
         self.ends: dict[int, Finished] = {}
+        self.cached: dict[int, int] = {}
+        """Tokens of each prompt that were not computed."""
         self.deepest = 0
         self.grammar_workers: list[GrammarProcess] = []
         self._ended: dict[int, asyncio.Event] = {}
 
     def sink(self, deltas: StepDeltas) -> None:
         self.deepest = max(self.deepest, len(self.engine.in_flight))
+        self.cached |= {started.request: started.cached_tokens for started in deltas.started}
         for i, handle in enumerate(deltas.requests.tolist()):
             self.ids[handle].extend(deltas.ids[deltas.offsets[i] : deltas.offsets[i + 1]].tolist())
         for end in deltas.finished:
@@ -50,10 +53,13 @@ class Asker:
     async def outputs(self, prompt: I32, samplings: Sequence[SamplingParams]) -> list[list[int]]:
         """Submit all at once, wait for all; their ids."""
         handles = [self.submit(prompt, sampling) for sampling in samplings]
+        return [await self.ended(handle) for handle in handles]
+
+    async def ended(self, handle: int) -> list[int]:
+        """Wait for one's end; its ids."""
         async with asyncio.timeout(240):
-            for handle in handles:
-                await self._ended[handle].wait()
-        return [self.ids[handle] for handle in handles]
+            await self._ended[handle].wait()
+        return self.ids[handle]
 
 
 @asynccontextmanager

@@ -41,11 +41,13 @@ class Checkpoint(NamedTuple):
     name: str
     class_name: str
     changes: Mapping[str, Any] = {}
+    config_name: str = ""
+    """Where it isn't the class's own."""
 
     def build(self) -> transformers.PreTrainedModel:
         """The same weights each time. None of them is what it is initialized to: a bias of 0 would prove nothing."""
-        name = self.class_name.removesuffix("ForCausalLM")
-        config = getattr(transformers, f"{name}Config")(**{**SHAPE, **self.changes}, attn_implementation="eager")
+        name = self.config_name or f"{self.class_name.removesuffix('ForCausalLM')}Config"
+        config = getattr(transformers, name)(**{**SHAPE, **self.changes}, attn_implementation="eager")
         model = getattr(transformers, self.class_name)(config).eval()
         random = torch.Generator().manual_seed(7)
         with torch.no_grad():
@@ -82,6 +84,22 @@ CHECKPOINTS = (
         "gemma2",
         "Gemma2ForCausalLM",
         {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 23, "tie_word_embeddings": False},
+    ),
+    Checkpoint(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 23,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+        config_name="Gemma3TextConfig",
     ),
     Checkpoint("mistral-window", "MistralForCausalLM", {"sliding_window": 40, "head_dim": 32}),
 )

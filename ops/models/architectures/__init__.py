@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.ops.models.architectures.gemma2 import GEMMA2
+from headrace.ops.models.architectures.gemma3 import GEMMA3
 from headrace.ops.models.architectures.llama import LLAMA
 from headrace.ops.models.architectures.mistral import MISTRAL
 from headrace.ops.models.architectures.qwen2 import QWEN2
@@ -16,7 +17,7 @@ from headrace.ops.weights.files import ModelFile
 from headrace.ops.weights.folder import CONFIG
 from headrace.ops.weights.gguf import GgufFile, TensorInfo
 
-ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2)
+ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, GEMMA3)
 
 
 def read_config(file: ModelFile) -> ModelConfig:
