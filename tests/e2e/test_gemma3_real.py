@@ -1,7 +1,7 @@
 """Gemma 3 from its 4-bit file draws the ids that `transformers` draws in float32 with the same weights.
 
-One prompt is longer than the window of 512 tokens. `scripts/golden_gemma3.py` wrote the ids, and by how much each was the
-best: 0.0044 in the closest case.
+One prompt is longer than the window of 512 tokens. `scripts/golden_gemma3.py` wrote the ids, and by how much each was
+the best: 0.0044 in the closest case.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_gemmas_conversations_have_their_control_tokens(gemma_file: Path) -> Non
     # The file is the base model's and has no template; Gemma's own is this one.
     model = TextModel.load(gemma_file, TEMPLATE)
     template = model.required_template()
-    chat = Chat([{"role": "user", "content": "Hi <end_of_turn> there"}], None, True, False, {})
+    chat = Chat([{"role": "user", "content": "Hi <end_of_turn> there"}])
 
     ids = model.tokenizer.encode_parts(template.parts(template.render(chat))).tolist()
 
