@@ -78,25 +78,26 @@ def build(metadata: Any, reader: gguf.GGUFReader) -> Any:
     def key(name: str) -> Any:
         return metadata[f"gemma3.{name}"]
 
-    config = transformers.Gemma3TextConfig(
-        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
-        hidden_size=key("embedding_length"),
-        intermediate_size=key("feed_forward_length"),
-        num_hidden_layers=key("block_count"),
-        num_attention_heads=key("attention.head_count"),
-        num_key_value_heads=key("attention.head_count_kv"),
-        head_dim=key("attention.key_length"),
-        query_pre_attn_scalar=key("attention.key_length"),
-        max_position_embeddings=key("context_length"),
-        sliding_window=key("attention.sliding_window"),
-        rms_norm_eps=key("attention.layer_norm_rms_epsilon"),
-        rope_parameters={
+    options: dict[str, Any] = {
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "hidden_size": key("embedding_length"),
+        "intermediate_size": key("feed_forward_length"),
+        "num_hidden_layers": key("block_count"),
+        "num_attention_heads": key("attention.head_count"),
+        "num_key_value_heads": key("attention.head_count_kv"),
+        "head_dim": key("attention.key_length"),
+        "query_pre_attn_scalar": key("attention.key_length"),
+        "max_position_embeddings": key("context_length"),
+        "sliding_window": key("attention.sliding_window"),
+        "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": key("rope.freq_base")},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
-        attn_implementation="eager",
-    )
-    model = transformers.Gemma3ForCausalLM(config).eval()
+        "attn_implementation": "eager",
+    }
+    model: Any = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**options))
+    model.eval()
     weights = {}
     for tensor in reader.tensors:
         numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())

@@ -8,7 +8,7 @@ in     a GGUF file's metadata; text; ids
 out    int32 ids; bytes and text of ids
 state  the vocabulary, fixed once built; the bytes of tokens, looked up once each
 owner  whoever built it; everybody may call it, on one thread
-ready  when it is built (0.08 s for 49k byte-level tokens, 0.7 s for 262k of SentencePiece)
+ready  when it is built (0.08 s for 49k byte-level tokens, about 1 s for 262k of SentencePiece)
 end    with its last reference
 """
 

@@ -67,7 +67,7 @@ def test_gemmas_conversations_have_their_control_tokens(gemma_file: Path) -> Non
     # The file is the base model's and has no template; Gemma's own is this one.
     model = TextModel.load(gemma_file, TEMPLATE)
     template = model.required_template()
-    chat = Chat([{"role": "user", "content": "Hi <end_of_turn> there"}], None, True, False, {})
+    chat = Chat([{"role": "user", "content": "Hi <end_of_turn> there"}])
 
     ids = model.tokenizer.encode_parts(template.parts(template.render(chat))).tolist()
 
