@@ -28,6 +28,7 @@ from headrace.ops.triton.dispatch import WIDEN, ceil_div, launches, power_of_two
 from headrace.ops.triton.paged_attention import LOG2_E, attend_blocks
 from headrace.ops.triton.paged_attention import reference as reference_of_rows
 
+_KEY_BYTES: Final = 16384
 SPAN_TOKENS: Final = 512
 """256 KB of KV at 128 dimensions, 8 µs of one SM's share of the bandwidth; the mixtures are 1 % of that."""
 
@@ -52,7 +53,7 @@ def attend_decode(
     window: int = 0,
     soft_cap: float = 0.0,
     span_tokens: int = SPAN_TOKENS,
-    programs: int = 528,
+    programs: int = 396,
 ) -> None:
     """Rows with one token each, whose KV is in the pool already.
 
@@ -60,7 +61,7 @@ def attend_decode(
     head_dim]`. `table`: int32 `[slots, pages]`. `row_slot`, `row_kv_len`: int32 `[rows]`; a context of 0 pads the
     batch: its `out` is left alone. `parts`: float32 `[rows, max_spans, heads, head_dim]`, `part_sums`: float32 `[rows,
     max_spans, heads]`, written and read here, of any content before; no context may be cut into more spans than they
-    have room for. `window`, `soft_cap`: 0 is none. `span_tokens` must be a multiple of 64. `programs`: 4 for each SM
+    have room for. `window`, `soft_cap`: 0 is none. `span_tokens` must be a multiple of 64. `programs`: 3 for each SM
     are good.
     """
     if not launches(q):
@@ -73,7 +74,8 @@ def attend_decode(
     kv_heads, page_tokens = layer.shape[2:4]
     spans = parts.shape[1]
     widths = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), "SPAN": span_tokens}
-    wide = layer.element_size() * head_dim > 256
+    # 16 KB of keys at a time, whatever their dtype and width.
+    block_n = min(_KEY_BYTES // (layer.element_size() * power_of_two(head_dim)), 64)
     _attend_spans[(min(ceil_div(programs, kv_heads), rows * spans), kv_heads)](
         q,
         layer,
@@ -94,10 +96,10 @@ def attend_decode(
         PAGE_TOKENS=page_tokens,
         BLOCK_ROWS=power_of_two(rows),
         BLOCK_M=max(16, power_of_two(heads // kv_heads)),
-        BLOCK_N=32 if wide else 64,
+        BLOCK_N=block_n,
         **widths,
-        num_warps=4,
-        num_stages=2 if wide else 3,
+        num_warps=4 if head_dim <= 128 else 8,
+        num_stages=3,
     )
     _merge_spans[(rows, heads)](
         row_kv_len, parts, part_sums, out, out.stride(0), SPANS=spans, WINDOW=window, **widths, num_warps=1

@@ -122,7 +122,7 @@ def attend_extend(
     kv_heads, page_tokens = layer.shape[2:4]
     block_m = _rows(heads, kv_heads, head_dim, layer.dtype)
     tile = block_m // (heads // kv_heads)
-    wide = layer.element_size() * head_dim > 256
+    is_float32 = layer.dtype == torch.float32
     widths = {"HEADS": heads, "HEAD_DIM": head_dim, "TILE": tile, "BLOCK_D": power_of_two(head_dim)}
     _attend_tiles[(len(pieces), kv_heads)](
         q,
@@ -145,9 +145,9 @@ def attend_extend(
         KV_HEADS=kv_heads,
         PAGE_TOKENS=page_tokens,
         BLOCK_M=block_m,
-        BLOCK_N=32 if wide else _KEYS,
+        BLOCK_N=(16 if head_dim > 128 else 32) if is_float32 else 32 if head_dim > 128 else _KEYS,
         **widths,
-        num_warps=block_m // 16,
+        num_warps=4 if is_float32 and head_dim <= 128 else 8,
         num_stages=2,
     )
     if len(merges):
@@ -158,7 +158,7 @@ def attend_extend(
 
 def _rows(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Rows of a tile's product: 128, and half where a row's mixture takes twice the registers."""
-    rows = 64 if head_dim > 128 or dtype == torch.float32 else 128
+    rows = 32 if dtype == torch.float32 else 64 if head_dim > 128 else 128
     return max(rows, power_of_two(heads // kv_heads))
 
 

@@ -106,7 +106,7 @@ def attend_blocks(
         v = tl.load(where + KV_HEADS * PAGE_TOKENS * HEAD_DIM, mask=inside, other=0.0)
         if WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         if CAPPED:
             # tanh(x) = 2 / (1 + exp(-2x)) - 1
             scores = soft_cap * LOG2_E * (2 / (1 + tl.exp2(scores * (-2 / soft_cap))) - 1)
@@ -122,6 +122,6 @@ def attend_blocks(
         kept = tl.exp2(best - base)
         total = total * kept + tl.sum(weights, 1)
         mixed = mixed * kept[:, None]
-        mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision="ieee")
+        mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision="tf32x3")
         best = higher
     return best, total, mixed
