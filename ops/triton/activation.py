@@ -36,7 +36,7 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     gated(gate_up, out, "silu")
 
 
-def reference(gate_up: Tensor, out: Tensor, activation: Literal["silu", "gelu"]) -> None:
+def reference(gate_up: Tensor, out: Tensor, activation: Literal["silu", "gelu"] = "silu") -> None:
     """The same in torch."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     out.copy_((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up)
