@@ -1,4 +1,7 @@
-"""Gated activation of the MLP, torch reference."""
+"""Gated activation of the MLP, torch reference.
+
+On a GPU: `ops.triton.activation`; compiled for a CPU: `ops.simd.decoder`.
+"""
 
 from __future__ import annotations
 

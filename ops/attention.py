@@ -1,4 +1,5 @@
 """Attention over paged KV, torch reference: plan once a step, then write and attend in each layer.
+`ops.triton.decode_attention` and `ops.triton.extend_attention` are its kernels on a GPU, `ops.simd.attention` on a CPU.
 
 Rows with one token are batched: rows of similar context stand in one group, their pages are gathered once, the query
 heads that share a KV head form the rows of one small matrix, so that KV is never repeated. Rows with several tokens

@@ -1,4 +1,4 @@
-"""Page copies between the device pool and the host pool of a CPU.
+"""Page copies between the device pool and the host pool of a CPU. On a GPU: `ops.triton.kv_copy`.
 
 A host page is one blob: the page's part of each of its group's layers, one after the other, each laid out as in the
 device pool (`kv_pool`). On a CPU both pools are ordinary memory, and a copy is work like any other. When it is made is

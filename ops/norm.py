@@ -1,4 +1,7 @@
-"""RMSNorm (arXiv:1910.07467), torch reference."""
+"""RMSNorm (arXiv:1910.07467), torch reference.
+
+On a GPU: `ops.triton.norm`; compiled for a CPU: `ops.simd.rows`.
+"""
 
 from __future__ import annotations
 

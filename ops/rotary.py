@@ -1,4 +1,5 @@
 """Rotary position embedding (arXiv:2104.09864) over interleaved pairs, torch reference.
+On a GPU: `ops.triton.rotary`; compiled for a CPU: `ops.simd.rows`.
 
 Dimensions (2i, 2i + 1) of a head are one complex number, turned by position · theta^(-2i / rotary_dim), divided by what
 a scaling says (`models.rope`). That is the form in which Llama's weights lie in GGUF; weights whose pairs are

@@ -1,4 +1,5 @@
 """From logits to ids: pure functions over whole batches, torch reference.
+On a GPU: `ops.triton.argmax`, `penalties`, `draw` and `logprobs`.
 
 What applies in which order: penalties on the model's logits, then the request's biases, then what must not be drawn
 (masks, stop ids below `min_tokens`), then temperature, top-k, top-p over what top-k left, min-p. Filters are thresholds

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Triton looks when its kernels are made: here they run in numpy, on tensors of a CPU.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import pytest
 
 from headrace.server.models import DEFAULT_MODEL, cache_folder, fetch_model, resolve

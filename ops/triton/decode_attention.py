@@ -11,8 +11,8 @@ Bytes and operations: a token of context is 512 B a KV head (128 dimensions, bfl
 the group, and 4 · 128 operations for each of them: 8 a byte at 8 heads, far below what any GPU has, so bandwidth is the
 floor: 64 rows of 8k tokens at 8 KV heads are 2.1 GB a layer, 0.7 ms at 3 TB/s. Hence 16 rows in a product, the least
 that a tensor core takes (at 4 heads a group three quarters of them are idle, which costs nothing here), 64 tokens in a
-step (16 KB of keys, as much of values), and three steps under way in shared memory: 96 KB, one program less per SM than
-registers would allow, but 64 KB of reads in flight a program.
+step (16 KB of keys, as much of values), the next step's on their way: 39 KB of shared memory on sm_80, three programs
+an SM, which together have 96 KB of reads in flight; 2 TB/s at a latency of 0.7 µs want 13 KB an SM.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ Which tiles there are, and what each sees, is planned on the host: prefill is la
 
 Operations are the floor: a tile does 4 · 128 · 128 for each token that it sees (4 · 16k, at 128 dimensions), for 512 B
 of KV: 128 a byte. A100 has 312 TFLOP/s and 2 TB/s, 156; the L2 cache, where the tiles of a row meet, has several times
-that. Hence 128 rows (eight warps, 16 rows each, and the running mixture in 64 registers a thread), 64 keys at a time
-and two under way: 32 KB of queries and 64 KB of KV in shared memory, one program an SM on sm_80.
+that. Hence 128 rows, the queries and the running mixture in the registers of eight warps (212 a thread), and 64 keys at
+a time, 64 KB of shared memory on sm_80: one program an SM, for the registers' sake. Wider heads halve the rows;
+float32, whose products are three of TF32, takes a quarter of them.
 """
 
 from __future__ import annotations
@@ -145,9 +146,9 @@ def attend_extend(
         KV_HEADS=kv_heads,
         PAGE_TOKENS=page_tokens,
         BLOCK_M=block_m,
-        BLOCK_N=(16 if head_dim > 128 else 32) if is_float32 else 32 if head_dim > 128 else _KEYS,
+        BLOCK_N=(16 if head_dim > 128 else 32) if is_float32 else 32 if head_dim > 128 or block_m % tile else _KEYS,
         **widths,
-        num_warps=4 if is_float32 and head_dim <= 128 else 8,
+        num_warps=4 if is_float32 and head_dim <= 64 else 8,
         num_stages=2,
     )
     if len(merges):

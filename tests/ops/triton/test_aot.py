@@ -1,0 +1,49 @@
+"""Every kernel compiles for GPUs that are not here, within their registers and shared memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import aot_check
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_each_kernel_compiles_for_two_generations_without_spilling(tmp_path: Path) -> None:
+    # In a process of its own: here kernels were made to be interpreted.
+    table = tmp_path / "table.json"
+    done = subprocess.run(
+        [sys.executable, "-P", ROOT / "scripts" / "aot_check.py", "--short", "--arch", "80", "90", "--json", table],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(table.read_text())
+    kernels = {one["kernel"] for one in found}
+    texts = (path.read_text() for path in (ROOT / "ops" / "triton").glob("*.py"))
+    launched = {line.split("[(")[0].strip() for text in texts for line in text.splitlines() if line.startswith("    _")}
+    assert {name for name in launched if name.isidentifier()} <= kernels
+    assert {(one["kernel"], one["arch"]) for one in found} == {(name, arch) for name in kernels for arch in (80, 90)}
+    assert all(one["registers"] > 0 and one["programs_per_sm"] > 0 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("stack", "shared", "hot", "problem"),
+    [(0, 1000, True, ""), (8, 1000, True, "spills"), (8, 1000, False, ""), (0, 170_000, True, "shared memory")],
+)
+def test_a_spill_or_too_much_shared_memory_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, stack: int, shared: int, hot: bool, problem: str
+) -> None:
+    class Metadata:
+        num_warps = 4
+
+    Metadata.shared = shared  # type: ignore[attr-defined]
+    monkeypatch.setattr(aot_check, "_resource_usage", lambda cubin: {"REG": 128, "STACK": stack, "LOCAL": 0})
+    variant = aot_check.Variant("any", lambda: None, short=True, hot=hot)
+    described = aot_check._described(variant, "_kernel", 80, Metadata, b"", 0.0)
+    assert problem in described.problem and bool(described.problem) == bool(problem)
