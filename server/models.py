@@ -130,7 +130,7 @@ def resolve(model: str, cache: Path, catalog: Sequence[CatalogModel] = CATALOG) 
     try:
         if path.is_file():
             return path
-        if path.is_dir():
+        if model and path.is_dir():
             return path
     except (OSError, ValueError) as error:
         raise ModelProblem(f"{model[:200]!r} can't be looked up: {error}") from error
