@@ -140,14 +140,15 @@ class ByteLevelVocabulary(Vocabulary):
 class ByteLevelEncoder:
     """Built in 0.08 s for 49k tokens."""
 
-    prefix = ""
-
     def __init__(self, vocabulary: ByteLevelVocabulary) -> None:
         """Raises BadTokenizer."""
         self.cut = cut_unless_within(vocabulary.pre.cut, vocabulary.user_defined())
         self._bpe = _build_bpe(vocabulary)
         self._vocab_size = len(vocabulary.texts)
         self._has_fillers = len(vocabulary.missing_bytes()) > 0
+
+    def begun(self, text: str, is_first: bool) -> str:
+        return text
 
     def encode(self, text: str) -> I32:
         """A byte that the vocabulary does not have gives no id, as in llama.cpp. SmolLM2 lacks 0x04, 0x06, 0x13, 0x14,
@@ -160,9 +161,7 @@ class ByteLevelEncoder:
             return text.encode()
         if kind == Kind.BYTE and (match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", text)):
             return bytes.fromhex(match[1])
-        if all(char in _BYTE_OF for char in text):
-            return text.translate(_LATIN1_OF).encode("latin-1")
-        return text.encode()
+        return byte_level_bytes(text)
 
 
 def _build_bpe(vocabulary: ByteLevelVocabulary) -> tokenizers.Tokenizer:
@@ -195,3 +194,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 _BYTE_OF: Final = _byte_alphabet()
 _LATIN1_OF: Final = {ord(char): byte for char, byte in _BYTE_OF.items()}
+
+
+def byte_level_bytes(text: str) -> bytes:
+    """What a token in the byte alphabet stands for; one that is not written in it stands for its own text."""
+    if all(char in _BYTE_OF for char in text):
+        return text.translate(_LATIN1_OF).encode("latin-1")
+    return text.encode()

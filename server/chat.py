@@ -29,9 +29,11 @@ from typing import Final, Self, cast
 import msgspec
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 
+from headrace.ops.weights.files import ModelFile, open_model_file
 from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import I32
 from headrace.server.chat_sandbox import TemplateLimit, TemplateSandbox
+from headrace.server.folder_text import folder_template
 from headrace.server.tokenizer import BadText, ControlTokens, Tokenizer
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -224,12 +226,12 @@ class TextModel:
 
     @classmethod
     def load(cls, model_path: str | os.PathLike[str], chat_template: str | None = None) -> Self:
-        """From a GGUF file; `chat_template` replaces the file's. Raises BadModelFile, BadTokenizer, BadTemplate."""
-        with GgufFile.open(model_path) as file:
-            metadata = file.metadata
-        tokenizer = Tokenizer.from_gguf_metadata(metadata)
-        source = metadata.get("tokenizer.chat_template") if chat_template is None else chat_template
-        return cls(tokenizer, ChatTemplate(source, tokenizer) if isinstance(source, str) else None)
+        """From a GGUF file or a folder; `chat_template` replaces its own. Raises BadModelFile, BadTokenizer,
+        BadTemplate."""
+        with open_model_file(model_path) as file:
+            tokenizer = Tokenizer.of(file)
+            source = own_template(file) if chat_template is None else chat_template
+        return cls(tokenizer, ChatTemplate(source, tokenizer) if source is not None else None)
 
     def required_template(self) -> ChatTemplate:
         """Raises BadChat if there is none."""
@@ -239,6 +241,14 @@ class TextModel:
                 "or send plain text to /v1/completions"
             )
         return self.template
+
+
+def own_template(file: ModelFile) -> str | None:
+    """The source of a model's own chat template, if it has one. Raises BadModelFile."""
+    if not isinstance(file, GgufFile):
+        return folder_template(file)
+    source = file.metadata.get("tokenizer.chat_template")
+    return source if isinstance(source, str) else None
 
 
 class _Marker:

@@ -75,7 +75,9 @@ _SWITCH: Final = Rule(bool, "no value: it is a switch", lambda value: type(value
 _KEY: Final = _text("8 to 512 printable ASCII characters without spaces", r"[!-~]{8,512}")
 
 RULES: Final[Mapping[str, Rule]] = {
-    "model_path": _text("the name of a known model (`headrace models list`) or the path of a GGUF file", r".+"),
+    "model_path": _text(
+        "the name of a known model (`headrace models list`) or the path of a GGUF file or a Hugging Face folder", r".+"
+    ),
     "served_model_name": _text("a name of 1 to 256 characters", r"[^\x00-\x1f\x7f]{1,256}"),
     "chat_template": _text("the path of a Jinja file", r".+"),
     "host": _text("an address or a host name alone, such as 127.0.0.1 or 0.0.0.0", r"[0-9A-Za-z.:_%-]+"),

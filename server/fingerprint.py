@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from headrace.kvcache.layout import KvLayout
+from headrace.ops.weights.files import ModelFile
 from headrace.ops.weights.gguf import GgufFile
 
 WHOLE_BYTES: Final = 1 << 30
@@ -22,12 +23,16 @@ _NUMERICS: Final = b"headrace-kv-1"
 """Counted up when a kernel changes what it writes into a page."""
 
 
-def model_fingerprint(file: GgufFile, layout: KvLayout, dtype: str, quantization: str, kernels: str) -> bytes:
+def model_fingerprint(file: ModelFile, layout: KvLayout, dtype: str, quantization: str, kernels: str) -> bytes:
     """16 bytes over weights, shapes, constants, dtype, quantization, page layout, and who computes (`kernels`)."""
     digest = xxhash.xxh3_128()
     whole = sum(info.size_bytes for info in file.tensors.values()) <= WHOLE_BYTES
     # The tokenizer and the template don't shape pages; the ids do, and those are hashed page by page.
-    constants = {key: value for key, value in file.metadata.items() if not key.startswith(("tokenizer.", "general."))}
+    if isinstance(file, GgufFile):
+        said = file.metadata.items()
+        constants = {key: value for key, value in said if not key.startswith(("tokenizer.", "general."))}
+    else:
+        constants = file.config
     described = [constants, dtype, quantization, kernels, _NUMERICS, layout.fingerprint()]
     digest.update(msgspec.msgpack.encode(described, order="sorted"))
     for name, info in sorted(file.tensors.items()):

@@ -24,11 +24,11 @@ MANUAL: Final[FlagTable] = {
         Flag(
             "model_path",
             "MODEL",
-            "A known model's name, fetched when it isn't cached, or the path of a GGUF file.",
+            "A known model's name, fetched if need be, or the path of a GGUF file or a folder.",
             ("--model",),
         ),
         Flag("served_model_name", "NAME", "What the API calls the model, beside `default`. Default: its own name."),
-        Flag("chat_template", "FILE", "A Jinja chat template. Default: the one in the model file."),
+        Flag("chat_template", "FILE", "A Jinja chat template. Default: the model's own."),
         Flag("context_length", "TOKENS", "Longest prompt plus output. Default: the model's, or what memory holds."),
     ),
     "address and keys": (

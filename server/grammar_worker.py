@@ -26,7 +26,7 @@ from typing import Final
 
 from headrace.kvcache.storage.agent_lanes import ThreadLanes
 from headrace.ops.child import die_with_parent
-from headrace.ops.weights.gguf import GgufFile
+from headrace.ops.weights.files import open_model_file
 from headrace.sched.grammar import MAX_MESSAGE_BYTES, Grammar, Matcher, Ready, Reply, command_decoder, encoder
 from headrace.server.grammar_library import GrammarLibrary
 from headrace.server.grammar_service import LANES, GrammarService
@@ -46,13 +46,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The grammar worker of a headrace server; started by the server.")
     parser.add_argument("--parent", type=int, required=True, help="process id of the server")
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the command pipe")
-    parser.add_argument("--model", required=True, help="the model file, for its vocabulary")
+    parser.add_argument("--model", required=True, help="the model file or folder, for its vocabulary")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     # The server alone decides what a Ctrl-C means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with GgufFile.open(arguments.model) as file:
-        tokenizer = Tokenizer.from_gguf_metadata(file.metadata)
+    with open_model_file(arguments.model) as file:
+        tokenizer = Tokenizer.of(file)
     with socket.socket(fileno=arguments.socket) as pipe:
         try:
             _serve(pipe, tokenizer)

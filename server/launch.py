@@ -26,7 +26,7 @@ from headrace.kvcache.storage.agent_process import AgentProcess
 from headrace.ops.models.architectures import read_config
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.keys import UnsupportedModel
-from headrace.ops.weights.gguf import GgufFile
+from headrace.ops.weights.files import ModelFile, open_model_file
 from headrace.ops.wire import GroupShape, RingGeometry, Start
 from headrace.sched.batch import max_batch_bytes
 from headrace.sched.engine import Engine
@@ -35,6 +35,7 @@ from headrace.sched.executors.worker_process import WorkerProcess
 from headrace.sched.options import EngineOptions
 from headrace.server.api import Api, ApiSettings, Priorities
 from headrace.server.body import most_body_bytes
+from headrace.server.chat import own_template
 from headrace.server.config import BadSetting, Settings
 from headrace.server.fingerprint import model_fingerprint
 from headrace.server.grammar_process import GrammarProcess
@@ -68,7 +69,7 @@ def serve(settings: Settings) -> int:
         return 1
     with sock:
         hardware = read_hardware()
-        file = GgufFile.open(path)
+        file = open_model_file(path)
         try:
             model = read_config(file)
             check_tokenizer(file, path)
@@ -105,10 +106,10 @@ def port_and_model(settings: Settings) -> tuple[socket.socket, Path]:
     return bind(settings.host, settings.port), path
 
 
-def check_tokenizer(file: GgufFile, path: Path) -> None:
+def check_tokenizer(file: ModelFile, path: Path) -> None:
     """Raises UnsupportedModel: a vocabulary that can't be used would else be found when the worker has been started."""
     try:
-        check_vocabulary(file.metadata)
+        check_vocabulary(file)
     except BadTokenizer as error:
         raise UnsupportedModel(f"{str(path)!r} can't be served: {error}") from None
 
@@ -168,7 +169,7 @@ def engine_options(
     )
 
 
-def chat_template(settings: Settings, file: GgufFile) -> str | None:
+def chat_template(settings: Settings, file: ModelFile) -> str | None:
     """The source of the chat template: --chat-template, else the model's own, if it has one. Raises BadSetting."""
     if settings.chat_template is not None:
         path = Path(settings.chat_template)
@@ -181,8 +182,7 @@ def chat_template(settings: Settings, file: GgufFile) -> str | None:
             ) from None
         except OSError as error:
             raise BadSetting(f"--chat-template {path} can't be read: {error.strerror}. Give a readable file.") from None
-    source = file.metadata.get("tokenizer.chat_template")
-    return source if isinstance(source, str) else None
+    return own_template(file)
 
 
 async def _serve(

@@ -168,7 +168,8 @@ def list_models(cache: Path, catalog: Sequence[CatalogModel] = CATALOG) -> list[
 
 
 def resolve(model: str, cache: Path, catalog: Sequence[CatalogModel] = CATALOG) -> Path:
-    """The file behind a catalogue name or a path. A name of the catalogue wins over a file of that name: say `./name`.
+    """The file or folder behind a catalogue name or a path. A name of the catalogue wins over a file of that name: say
+    `./name`.
 
     Raises NotCached, or ModelProblem where there is no such file.
     """
@@ -182,15 +183,15 @@ def resolve(model: str, cache: Path, catalog: Sequence[CatalogModel] = CATALOG) 
     try:
         if path.is_file():
             return path
-        if path.is_dir():
-            raise ModelProblem(_refused_folder(model, path))
+        if model and path.is_dir():
+            return path
     except (OSError, ValueError) as error:
         raise ModelProblem(f"{model[:200]!r} can't be looked up: {error}") from error
     names = ", ".join(known.name for known in catalog)
     if _HUB_ID.fullmatch(model):
         raise ModelProblem(
-            f"{model!r} is no file. If it is the id of a model on the Hugging Face Hub: only GGUF files are read so "
-            f"far, and none is downloaded from there. Give the path of a .gguf file, or one of: {names}"
+            f"{model!r} is no file or folder. If it is the id of a model on the Hugging Face Hub: none is downloaded "
+            f"from there. Fetch it (hf download {model} --local-dir FOLDER) and give the folder, or one of: {names}"
         )
     raise ModelProblem(f"{model!r} is neither a file nor a known model. Give a path, or one of: {names}")
 
@@ -244,13 +245,6 @@ def remove_model(name: str, cache: Path, catalog: Sequence[CatalogModel] = CATAL
 
 
 # Names --------------------------------------------------------------------------------------------------------------
-
-
-def _refused_folder(model: str, path: Path) -> str:
-    if any(path.glob("*.gguf")):
-        return f"{model!r} is a folder. Give the .gguf file in it"
-    kind = "a Hugging Face folder" if (path / "config.json").is_file() else "a folder without a .gguf file"
-    return f"{model!r} is {kind}, and only GGUF files are read so far. Give the path of the model as a .gguf file"
 
 
 # The cache folder -------------------------------------------------------------------------------------------------

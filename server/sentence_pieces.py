@@ -70,13 +70,16 @@ class SentencePieceEncoder:
 
     def __init__(self, vocabulary: SentencePieceVocabulary) -> None:
         """Raises BadTokenizer."""
-        self.prefix = " " if vocabulary.adds_space else ""
+        self._prefix = " " if vocabulary.adds_space else ""
         self.cut = _cut(vocabulary)
         self._vocab_size = len(vocabulary.texts)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=_model(vocabulary))
         except RuntimeError as error:
             raise BadTokenizer(f"the model file's tokens make no SentencePiece model: {error}") from error
+
+    def begun(self, text: str, is_first: bool) -> str:
+        return self._prefix + text
 
     def encode(self, text: str) -> I32:
         return np.array(self._model.encode(text), np.int32)

@@ -4,7 +4,7 @@ The encoding itself is a package's, per family (`byte_level`, `sentence_pieces`)
 model's control tokens, so that no text whatever becomes one: they are found by `ControlTokens`, and only where a caller
 asks for it.
 
-in     a GGUF file's metadata; text; ids
+in     a GGUF file's metadata, or a folder's description; text; ids
 out    int32 ids; bytes and text of ids
 state  the vocabulary, fixed once built; the bytes of tokens, looked up once each
 owner  whoever built it; everybody may call it, on one thread
@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
+from headrace.ops.weights.files import ModelFile
+from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import I32
 from headrace.server.byte_level import ByteLevelVocabulary
+from headrace.server.folder_text import FolderVocabulary
 from headrace.server.vocabulary import BadTokenizer, TextEncoder, text_of
 
 if TYPE_CHECKING:
@@ -75,8 +78,8 @@ class ControlTokens:
 class Tokenizer:
     """A model's vocabulary."""
 
-    def __init__(self, vocabulary: ByteLevelVocabulary | SentencePieceVocabulary) -> None:
-        """Use `from_gguf_metadata`."""
+    def __init__(self, vocabulary: ByteLevelVocabulary | SentencePieceVocabulary | FolderVocabulary) -> None:
+        """Use `of`."""
         self._texts = vocabulary.texts
         self._types = vocabulary.types
         self.vocab_size = len(vocabulary.texts)
@@ -94,6 +97,11 @@ class Tokenizer:
         self._control_ids = frozenset(vocabulary.control_ids())
         for index in self._control_ids:
             self._printed[index] = b""
+
+    @classmethod
+    def of(cls, file: ModelFile) -> Self:
+        """A model's own. Raises BadTokenizer, BadModelFile."""
+        return cls.from_gguf_metadata(file.metadata) if isinstance(file, GgufFile) else cls(FolderVocabulary(file))
 
     @classmethod
     def from_gguf_metadata(cls, metadata: Mapping[str, object]) -> Self:
@@ -124,12 +132,12 @@ class Tokenizer:
     def pieces(self, parts: Iterable[int | str]) -> Iterator[int | str]:
         """The parts, each text as the vocabulary begins one, and long ones cut where all texts are cut: encoding the
         pieces one by one gives the same ids."""
-        prefix, cut = self._encoder.prefix, self._encoder.cut
-        for part in parts:
+        cut = self._encoder.cut
+        for number, part in enumerate(parts):
             if isinstance(part, int):
                 yield part
                 continue
-            text = prefix + part if part else part
+            text = self._encoder.begun(part, number == 0) if part else part
             begin = 0
             while cut is not None and (place := cut.search(text, begin + PIECE_CHARS)):
                 yield text[begin : place.start()]
@@ -179,9 +187,10 @@ class Tokenizer:
 # Families
 
 
-def check_vocabulary(metadata: Mapping[str, object]) -> None:
-    """Raises BadTokenizer for a vocabulary that can't be used. Building nothing, it takes 5 ms for 49k tokens."""
-    _vocabulary(metadata)
+def check_vocabulary(file: ModelFile) -> None:
+    """Raises BadTokenizer, BadModelFile for a vocabulary that can't be used. Building nothing, it takes 5 ms for 49k
+    tokens."""
+    _ = _vocabulary(file.metadata) if isinstance(file, GgufFile) else FolderVocabulary(file)
 
 
 def _vocabulary(metadata: Mapping[str, object]) -> ByteLevelVocabulary | SentencePieceVocabulary:

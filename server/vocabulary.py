@@ -46,11 +46,12 @@ CONTROLS: Final = (Kind.CONTROL, Kind.UNKNOWN)
 class TextEncoder(Protocol):
     """Text to ids, and tokens to bytes: what differs between families of tokenizers."""
 
-    prefix: str
-    """What is put before each text that stands between control tokens."""
     cut: re.Pattern[str] | None
     """Matches, with no width, only where every text is cut, whatever stands before and after; None if nothing is known
     of such places."""
+
+    def begun(self, text: str, is_first: bool) -> str:
+        """A text that stands between control tokens, with what is put before it; `is_first`: nothing stands before."""
 
     def encode(self, text: str) -> I32:
         """Ids of a text in UTF-8; nothing in it is a control token."""

@@ -384,22 +384,13 @@ def test_a_path_resolves_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert resolve("~/tiny", tmp_path, CATALOGUE).read_bytes() == b"mine"
 
 
-def test_a_folder_is_not_a_model_file(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelProblem, match=r"is a folder\. Give the \.gguf file in it"):
-        resolve(str(tmp_path), tmp_path, CATALOGUE)
-
-
-def test_of_a_hugging_face_folder_is_said_that_only_gguf_files_are_read(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelProblem, match=r"is a Hugging Face folder, and only GGUF files are read so far\. Give the"):
-        resolve(str(tmp_path), tmp_path, CATALOGUE)
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path), tmp_path, CATALOGUE) == tmp_path
 
 
 @pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-3.2-1B"])
-def test_of_a_hub_id_is_said_that_only_gguf_files_are_read(tmp_path: Path, model: str) -> None:
-    with pytest.raises(ModelProblem, match=r"only GGUF files are read so far, and none is downloaded.*one of: tiny"):
+def test_of_a_hub_id_is_said_how_to_fetch_it(tmp_path: Path, model: str) -> None:
+    with pytest.raises(ModelProblem, match=rf"none is downloaded.*hf download {model} --local-dir.*one of: tiny"):
         resolve(model, tmp_path, CATALOGUE)
 
 
