@@ -233,7 +233,7 @@ class DeviceWorker:
             page_bytes = len(pool.shape.layers) * pool.layer_elements * pool.pages.element_size()
             if page_bytes > start.host_slot_bytes:
                 raise CannotServe(f"a page takes {page_bytes} bytes, a slot of the host pool {start.host_slot_bytes}")
-        return HostPages(self._host_buffer, start.host_slot_bytes, DTYPES[start.dtype])
+        return HostPages(self._host_buffer, start.host_slot_bytes, DTYPES[start.dtype], self._model.copy_pages)
 
     def _refuse(self, message: str) -> None:
         self._reply(Refused(message))

@@ -1,8 +1,11 @@
-"""Page copies between the device pool and the host pool, torch reference.
+"""Page copies between the device pool and the host pool of a CPU.
 
 A host page is one blob: the page's part of each of its group's layers, one after the other, each laid out as in the
 device pool (`kv_pool`). On a CPU both pools are ordinary memory, and a copy is work like any other. When it is made is
 the streams' business (`streams`): a load's layers come one by one, each with an event of its own.
+
+What a copy means is `copy_pages`, of torch. The model's threads make it where they can (`Model.copy_pages`): compiled
+(`simd.copies`), it reads each byte once and writes it once.
 
 in     the mapping of the host pool; pairs of host and device pages
 out    device pages (`PageLoad.bring`), host pages (`back_up`)
@@ -15,19 +18,62 @@ end    the mapping ends with the process
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.wire import I32
 
+if TYPE_CHECKING:
+    from headrace.ops.simd.program import Program
+
+CopyPages: TypeAlias = Callable[[Tensor, I32, Tensor, I32], None]
+"""`(to, to_pages, source, source_pages)`: pools as `[pages, layers, elements]`, whose elements lie side by side, and
+int32 [n] page numbers in them, `to_pages` each once."""
+
+
+def copy_pages(to: Tensor, to_pages: I32, source: Tensor, source_pages: I32) -> None:
+    """A `CopyPages`: the reference."""
+    to_index, source_index = (torch.from_numpy(pages.astype(np.int64)) for pages in (to_pages, source_pages))
+    for layer in range(to.shape[1]):
+        to[:, layer].index_copy_(0, to_index, source[:, layer].index_select(0, source_index))
+
+
+def copy_pages_by(program: Program) -> CopyPages:
+    """A `CopyPages` of a program's threads."""
+    from headrace.ops.simd.copies import Pages
+
+    def addresses(pool: Tensor, pages: I32) -> Pages:
+        size_bytes = pool.element_size()
+        return Pages(pool.data_ptr(), pages.ctypes.data, pool.stride(0) * size_bytes, pool.stride(1) * size_bytes)
+
+    def copy(to: Tensor, to_pages: I32, source: Tensor, source_pages: I32) -> None:
+        _, layers, elements = to.shape
+        assert source.shape[1:] == to.shape[1:] and source.dtype == to.dtype and len(to_pages) == len(source_pages)
+        for pages in (to_pages, source_pages):
+            assert pages.dtype == np.int32 and pages.flags.c_contiguous
+        size_bytes = elements * to.element_size()
+        program.copy(len(to_pages), layers, size_bytes, addresses(to, to_pages), addresses(source, source_pages))
+
+    return copy
+
 
 class HostPages:
     """The host pool as this worker sees it: `[pages, values]`, `slot_bytes` apart."""
 
-    def __init__(self, buffer: mmap.mmap | bytearray, slot_bytes: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        buffer: mmap.mmap | bytearray,
+        slot_bytes: int,
+        dtype: torch.dtype,
+        copy: CopyPages = copy_pages,
+    ) -> None:
         count = len(buffer) // slot_bytes
+        self.copy = copy
         self._slots: Tensor = torch.frombuffer(buffer, dtype=torch.uint8)[: count * slot_bytes].view(dtype)
         self._slots = self._slots.view(count, -1)
 
@@ -35,32 +81,40 @@ class HostPages:
     def slot_elements(self) -> int:
         return self._slots.shape[1]
 
-    def layer(self, index: int, elements: int) -> Tensor:
-        """`[pages, elements]`: the part of the group's `index`-th layer in every page."""
-        return self._slots[:, index * elements : (index + 1) * elements]
+    def layers(self, first: int, count: int, elements: int) -> Tensor:
+        """`[pages, count, elements]`: the parts of the group's layers from `first` on, in every page."""
+        parts = self._slots[:, first * elements : (first + count) * elements]
+        return parts.view(len(parts), count, elements)
 
 
 class PageLoad:
     """The host pages that one batch brings to device pages of one group."""
 
     def __init__(self, pool: KvPool, host: HostPages, host_pages: I32, device_pages: I32) -> None:
+        """Raises IndexError for a page outside its pool."""
         self._pool = pool
         self._host = host
         self.pages = host_pages.copy(), device_pages.copy()
-        self._from = torch.from_numpy(self.pages[0])
-        self._to = torch.from_numpy(self.pages[1]).long()
+        everything = host.layers(0, 1, pool.layer_elements)
+        _check(everything, host_pages)
+        _check(pool.by_page, device_pages)
 
     def bring(self, layer: int) -> None:
-        """Copy the pages' part of the group's `layer`-th layer. Raises IndexError for a page outside its pool."""
-        source = self._host.layer(layer, self._pool.layer_elements)
-        target = self._pool.layer(layer).view(self._pool.num_pages, -1)
-        target.index_copy_(0, self._to, source.index_select(0, self._from))
+        """Copy the pages' part of the group's `layer`-th layer."""
+        source = self._host.layers(layer, 1, self._pool.layer_elements)
+        self._host.copy(self._pool.by_page[:, layer : layer + 1], self.pages[1], source, self.pages[0])
 
 
 def back_up(pool: KvPool, host: HostPages, device_pages: list[int], host_pages: list[int]) -> None:
     """Copy device pages, all layers, to host pages. Raises IndexError for a page outside its pool."""
-    device = torch.tensor(device_pages, dtype=torch.int64)
-    to = torch.tensor(host_pages, dtype=torch.int64)
-    for layer in range(len(pool.shape.layers)):
-        source = pool.layer(layer).view(pool.num_pages, -1)
-        host.layer(layer, pool.layer_elements).index_copy_(0, to, source.index_select(0, device))
+    device, to = np.array(device_pages, np.int32), np.array(host_pages, np.int32)
+    target = host.layers(0, len(pool.shape.layers), pool.layer_elements)
+    _check(pool.by_page, device)
+    _check(target, to)
+    host.copy(target, to, pool.by_page, device)
+
+
+def _check(pool: Tensor, pages: I32) -> None:
+    """A wrong number would read or write memory of others without a sound."""
+    if len(pages) and (pages.min() < 0 or pages.max() >= len(pool)):
+        raise IndexError(f"a copy names a page outside 0..{len(pool) - 1}")

@@ -53,6 +53,11 @@ class KvPool:
         """`[num_pages, 2, kv_heads, page_tokens, head_dim]` of the group's `index`-th layer."""
         return self.pages[index]
 
+    @property
+    def by_page(self) -> Tensor:
+        """`[num_pages, layers, layer_elements]`"""
+        return self.pages.view(len(self.shape.layers), self.num_pages, -1).transpose(0, 1)
+
     def forget(self, slots: I32) -> None:
         """Take all pages out of the tables of these slots: a request begins in each of them."""
         self.table[slots] = -1

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.ops.kv_copy import copy_pages_by
 from headrace.ops.models.config import ModelConfig, Rope
 from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.rotary import Rotary
@@ -51,6 +52,7 @@ class CompiledDecoder:
         left_out = {StepField.LOGITS} if config.post_norms else {StepField.LOGITS, StepField.ADDED}
         self._buffered = tuple(field for field in _ROW_BYTES if field not in left_out)
         self._program = Program(self._elements, kv, config.layers, threads)
+        self.copy_pages = copy_pages_by(self._program)
         self._embedding = weights.read("token_embd.weight", weights.dtype)
         self._rotaries: dict[Rope, Rotary] = {}
         for layer in range(config.layers):

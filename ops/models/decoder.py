@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.ops.activation import gated
 from headrace.ops.attention import Scores
+from headrace.ops.kv_copy import copy_pages
 from headrace.ops.linear import Linear, pack_linear
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.stored_weights import StoredWeights
@@ -60,6 +61,7 @@ class Decoder:
     def __init__(self, weights: StoredWeights, config: ModelConfig, context_tokens: int) -> None:
         """`context_tokens`: the longest context that will be asked for."""
         self.config = config
+        self.copy_pages = copy_pages
         self._embedding = weights.read("token_embd.weight", weights.dtype)
         self._layers = [DecoderLayer(weights, config, index) for index in range(config.layers)]
         self._norm = RmsNorm(weights.norm("output_norm"), config.norm_eps, weights.dtype)

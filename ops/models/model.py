@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from headrace.ops.kv_copy import CopyPages
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.step_kv import StepKv
 
@@ -14,6 +15,10 @@ class Model(Protocol):
     """What a step needs of a model."""
 
     config: ModelConfig
+
+    @property
+    def copy_pages(self) -> CopyPages:
+        """Copies pages between the pools, by the threads that compute."""
 
     @property
     def size_bytes(self) -> int:

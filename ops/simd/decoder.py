@@ -6,6 +6,7 @@ weights of each layer (`LayerField`). A call from Python costs 3 µs, and a job'
     ATTEND  normalize rows │ qkv = rows · Wqkv │ bias, norms of heads, rotate, write keys and values │ attend
     MLP     x += attended · Wo │ normalize rows │ act = silu(gate) · up │ x += act · Wdown
     OUTPUT  normalize rows │ logits = rows · Wout │ cap
+    COPY    pages from one pool to another (`copies`)
 
 What only some models have (a bias, norms of heads or behind products, a window, a cap) is 0 in the tables of others.
 
@@ -20,6 +21,7 @@ from typing import Any, Final
 import numba
 
 from headrace.ops.simd.attention import HeadPages, attend_block, capped
+from headrace.ops.simd.copies import Pages, copy_phase
 from headrace.ops.simd.inputs import GROUP, group_bytes, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
 from headrace.ops.simd.products import TILE_BYTES, adding_phase, gated_phase, product_phase
@@ -32,7 +34,7 @@ from headrace.ops.simd.rows import (
     write_key,
     write_value,
 )
-from headrace.ops.simd.tables import ATTEND, MLP, OUTPUT, STOP, Constant, LayerField, StepField
+from headrace.ops.simd.tables import ATTEND, COPY, MLP, OUTPUT, STOP, Constant, LayerField, StepField
 from headrace.ops.simd.team import await_job, barrier, begin_job, claim
 from headrace.ops.simd.vector import F32, F32_BYTES, VECTOR_BYTES, get_address, get_i32, load, store, value_bytes
 
@@ -330,6 +332,15 @@ def output_job(element: Any, step: Any, constants: Any) -> None:
 
 
 @kernel
+def copy_job(step: Any) -> None:
+    cells, threads = step[_S.CELLS], step[_S.THREADS]
+    to = Pages(step[_S.TO_POOL], step[_S.TO_NUMBERS], step[_S.TO_PAGE_BYTES], step[_S.TO_LAYER_BYTES])
+    source = Pages(step[_S.FROM_POOL], step[_S.FROM_NUMBERS], step[_S.FROM_PAGE_BYTES], step[_S.FROM_LAYER_BYTES])
+    copy_phase(cells, 14, step[_S.COPY_PAGES], step[_S.COPY_LAYERS], step[_S.COPY_BYTES], to, source)
+    barrier(cells, threads)
+
+
+@kernel
 def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread: int) -> None:
     scratch = step[_S.SCRATCH] + thread * step[_S.SCRATCH_BYTES]
     job = step[_S.JOB]
@@ -339,6 +350,8 @@ def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread
         mlp_job(element, kv, step, layers, constants, scratch)
     if job & OUTPUT:
         output_job(element, step, constants)
+    if job & COPY:
+        copy_job(step)
 
 
 @numba.njit(**KERNEL_OPTIONS)  # type: ignore[untyped-decorator]

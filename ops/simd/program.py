@@ -16,7 +16,8 @@ import numpy as np
 
 from headrace.ops.simd import decoder
 from headrace.ops.simd.compiler import WITNESSES, Elements
-from headrace.ops.simd.tables import STOP, Constant, LayerField, StepField
+from headrace.ops.simd.copies import Pages
+from headrace.ops.simd.tables import COPY, STOP, Constant, LayerField, StepField
 from headrace.ops.simd.team import begin_job, new_cells
 
 
@@ -46,6 +47,11 @@ class Program:
         """Run a job on all threads."""
         self.step[StepField.JOB] = job
         self._execute(0)
+
+    def copy(self, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages) -> None:
+        """Copy `size_bytes` in each layer of so many pages, on all threads."""
+        self.step[StepField.COPY_PAGES : StepField.FROM_LAYER_BYTES + 1] = (pages, layers, size_bytes, *to, *source)
+        self.run(COPY)
 
     def stop(self) -> None:
         """End the helper threads; no job can be run afterwards."""

@@ -13,7 +13,8 @@ from typing import Final
 ATTEND: Final = 1
 MLP: Final = 2
 OUTPUT: Final = 4
-STOP: Final = 8
+COPY: Final = 8
+STOP: Final = 16
 
 
 class StepField(IntEnum):
@@ -94,6 +95,20 @@ class StepField(IntEnum):
     SCRATCH = auto()
     OUTPUT_NORM = auto()
     OUTPUT_WEIGHTS = auto()
+    # A copy.
+    COPY_PAGES = auto()
+    COPY_LAYERS = auto()
+    COPY_BYTES = auto()
+    """Of a page's part in one layer."""
+    TO_POOL = auto()
+    """Where pages go and where they come from: the fields of `copies.Pages`, in their order."""
+    TO_NUMBERS = auto()
+    TO_PAGE_BYTES = auto()
+    TO_LAYER_BYTES = auto()
+    FROM_POOL = auto()
+    FROM_NUMBERS = auto()
+    FROM_PAGE_BYTES = auto()
+    FROM_LAYER_BYTES = auto()
 
 
 class LayerField(IntEnum):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ops.driver import Driver, Feed
 from ops.slot_inits import SlotInit
 from ops.small_llama import SmallLlama
 
-from headrace.ops.kv_copy import HostPages, PageLoad, back_up
+from headrace.ops.kv_copy import CopyPages, HostPages, PageLoad, back_up, copy_pages, copy_pages_by
 from headrace.ops.kv_pool import KvPool
+from headrace.ops.simd.compiler import prepare
 from headrace.ops.step_kv import StepKv
 from headrace.ops.wire import GroupShape, StepFailed
+from headrace.server.models import cache_folder
 
 SHAPE = GroupShape("full", 0, [0, 1, 2], 2, 8)
 PAGE_VALUES = 3 * 2 * 2 * 16 * 8
@@ -59,6 +65,51 @@ def test_pages_come_back_as_they_went(dtype: torch.dtype) -> None:
         load.bring(layer)
     assert bits(pool.pages[:, [1, 2, 4]]) == bits(before[:, [3, 0, 5]])
     assert bits(pool.pages[:, [0, 3, 5]]) == bits(before[:, [0, 3, 5]])
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def compiled(request: pytest.FixtureRequest) -> Iterator[CopyPages]:
+    """By the threads of a program."""
+    prepare("float32", "float32", str(cache_folder(os.environ) / "kernels"), lambda done, total: None)
+    from headrace.ops.simd.program import Program
+
+    program = Program("float32", "float32", 1, request.param)
+    yield copy_pages_by(program)
+    program.stop()
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[torch.Tensor, np.ndarray, torch.Tensor, np.ndarray]:
+    """Two pools, each with its pages or its layers side by side, and at any address; and pages to copy."""
+    layers, dtype = draw(st.integers(1, 3)), draw(st.sampled_from([*DTYPES, torch.uint8]))
+    elements = draw(st.one_of(st.integers(1, 70), st.sampled_from([256, 1024, 5000])))
+
+    def pool(count: int) -> torch.Tensor:
+        shape = draw(st.permutations([count, layers]))
+        gap = draw(st.integers(0, 3))
+        values = torch.randint(1, 100, (shape[0] * (shape[1] * elements + gap) + 64,), dtype=torch.uint8).to(dtype)
+        rows = values[draw(st.integers(0, 20)) :][: shape[0] * (shape[1] * elements + gap)].view(shape[0], -1)
+        pages = rows[:, : shape[1] * elements].view(shape[0], shape[1], elements)
+        return pages if shape == [count, layers] else pages.transpose(0, 1)
+
+    sizes = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    to, source = (pool(size) for size in sizes)
+    to_pages = np.array(draw(st.lists(st.integers(0, sizes[0] - 1), unique=True)), np.int32)
+    source_pages = np.array(draw(st.lists(st.integers(0, sizes[1] - 1), min_size=9, max_size=9)), np.int32)
+    return to, to_pages, source, source_pages[: len(to_pages)].copy()
+
+
+@given(copies())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_compiled_copies_are_the_references(
+    compiled: CopyPages, given: tuple[torch.Tensor, np.ndarray, torch.Tensor, np.ndarray]
+) -> None:
+    to, to_pages, source, source_pages = given
+    expected, around = to.clone(), source.clone()
+    copy_pages(expected, to_pages, source, source_pages)
+    compiled(to, to_pages, source, source_pages)
+    assert torch.equal(to, expected), "and nothing else was written"
+    assert torch.equal(source, around)
 
 
 def test_bringing_a_layer_touches_no_other() -> None:
