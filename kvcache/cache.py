@@ -2,8 +2,8 @@
 
 in     prefixes to look up, pages to grow by, launched steps, fences, acknowledgements of copies
 out    page numbers for the page table; loads for a batch; copies to send; how many tokens need not be computed
-state  the device pools (who owns each page), the index (which prefixes have pages), the host tier, the holdings,
-       writes of storage under way
+state  the device pools (who owns each page), the index (which prefixes have pages), the holdings; the host tier,
+       prefetches and writes have their own
 owner  the scheduler, which calls it between awaits; nothing here waits
 ready  a page is matchable when the step that fills or loads it is launched (later steps are ordered behind it)
 end    `close` with the last launched step: leased pages stay in the index, private ones are free after that step
@@ -22,7 +22,6 @@ what follows it can be published too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -31,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.events import KvEvents
-from headrace.kvcache.host import Copied, Copy, HostTier, WritePolicy
+from headrace.kvcache.host import NOTHING_PENDING, Copied, Copy, HostTier, WritePolicy
 from headrace.kvcache.identity import PageHash, PrefixKey
 from headrace.kvcache.integrity import Claims, joined
 from headrace.kvcache.layout import KvLayout
@@ -39,9 +38,9 @@ from headrace.kvcache.pool import Fence, Owner, PagePool
 from headrace.kvcache.prefetch import Prefetch, PrefetchOptions, PrefetchPolicy, PrefillMs
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Dropped, Lease, held_alone, path_of
-from headrace.kvcache.read_ahead import PrefetchCounts, Prefetcher, span_of
+from headrace.kvcache.read_ahead import PrefetchCounts, Prefetcher
 from headrace.kvcache.storage.client import StorageClient
-from headrace.kvcache.storage.protocol import Written, pages_per_message
+from headrace.kvcache.writeback import Run, WriteBack
 from headrace.ops.wire import I32
 
 MOST_PAGES: Final = 1 << 40
@@ -148,19 +147,13 @@ class KvCache:
         """Pages of one copy to the host, at most."""
         self._holdings: dict[int, Holding] = {}
         self._handles = 0
-        self._storage: StorageClient | None = None
         self._prefetcher: Prefetcher | None = None
-        self._writing: dict[int, int] = {}
-        """Writes of storage under way, by transfer: answers to come."""
-        self._writes = 0
-        self._on_change: Callable[[], None] = lambda: None
+        self._writeback: WriteBack | None = None
         self.events = KvEvents(self._index, layout.page_tokens, page_hash)
         self._pins: dict[int, Lease] = {}
         self._last_pin = 0
         self.version = 0
         """Grows when `peek` may find another length than before."""
-        self.stored_pages = self.unstored_pages = 0
-        """Pages that storage acknowledged, and that it did not take."""
 
     def attach_storage(self, client: StorageClient, options: PrefetchOptions, on_change: Callable[[], None]) -> None:
         """Use a storage tier behind the host's. `on_change` is called when a waiting request may be able to go on."""
@@ -170,11 +163,14 @@ class KvCache:
             self.version += 1
             on_change()
 
-        self._on_change = on_change
-        groups = len(self._pools)
+        def written() -> None:
+            self._room_came()
+            on_change()
+
+        groups, page_tokens = len(self._pools), self.layout.page_tokens
         page_bytes = max(self.layout.page_bytes(group) for group in range(groups))
-        self._storage = client
         self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, arrived, on_change)
+        self._writeback = WriteBack(self._index, self._host, client, self.events, page_bytes, page_tokens, written)
 
     @property
     def page_bytes(self) -> int:
@@ -314,41 +310,15 @@ class KvCache:
     def copied(self, transfer: int) -> None:
         """The host has the pages of a copy; storage gets them next."""
         assert self._host is not None
-        host_tier = self._host
-        done: Copied = host_tier.acknowledge(transfer)
-        key = done.key or self._key_of(done.lease)
+        done: Copied = self._host.acknowledge(transfer)
+        if self._writeback is not None:
+            key, runs, at = done.key or self._key_of(done.lease), list[Run](), 0
+            for start, end in done.spans:
+                runs += [Run(group, start, end, host[at : at + end - start]) for group, host in enumerate(done.host)]
+                at += end - start
+            self._writeback.write(key, runs, done.number)
         self._index.release(done.lease, -1, touch=False)
-        if self._storage is None:
-            return
-        if not self._storage.usable:
-            self.unstored_pages += done.host.shape[1]
-            return
-        self._writes += 1
-        write, pages = self._writes, done.host.ravel()
-        self._writing[write] = len(done.spans) * len(self._pools)
-        host_tier.begin_write(pages, write)
-        most = pages_per_message(self.layout.page_tokens)
-
-        def written(group: int, start: int, end: int, reply: Written) -> None:
-            self._writing[write] -= 1
-            self.stored_pages += reply.stored
-            self.unstored_pages += len(reply.dropped)
-            if not group:
-                self.events.stored_in_storage(key, start, end, reply.dropped)
-            if not self._writing[write]:
-                del self._writing[write]
-                host_tier.end_write(pages, write)
-                self._room_came()
-                self._on_change()
-
-        at = 0
-        for start, end in done.spans:
-            assert end - start <= most, "a copy is cut smaller than a message"
-            for group in range(len(self._pools)):
-                host = done.host[group, at : at + end - start]
-                done_one = partial(written, group, start, end)
-                self._storage.write(group, span_of(key, start, end, group), host, done_one)
-            at += end - start
+        self._room_came()
 
     # ------------------------------------------------------------------------------------------------------------
     # Storage
@@ -393,7 +363,43 @@ class KvCache:
     @property
     def writing(self) -> bool:
         """Whether pages are on their way down: to the host, or to storage."""
-        return self.copying or bool(self._writing)
+        return self.copying or (self._writeback is not None and self._writeback.busy)
+
+    @property
+    def last_write(self) -> int:
+        """The number of what was last sent on its way down."""
+        return self._host.last_number if self._host is not None else 0
+
+    @property
+    def oldest_write(self) -> int:
+        """The lowest number of what is on its way down; later than all if nothing is."""
+        copies = self._host.oldest_number if self._host is not None else NOTHING_PENDING
+        return min(copies, self._writeback.oldest_number if self._writeback is not None else NOTHING_PENDING)
+
+    @property
+    def stored_pages(self) -> int:
+        """Pages that storage has acknowledged."""
+        return self._writeback.stored_pages if self._writeback is not None else 0
+
+    @property
+    def unstored_pages(self) -> int:
+        """Pages that storage did not get, and will not."""
+        return self._writeback.unstored_pages if self._writeback is not None else 0
+
+    @property
+    def put_off_pages(self) -> int:
+        """Pages that storage did not get yet."""
+        return self._writeback.put_off_pages if self._writeback is not None else 0
+
+    def resume_writes(self) -> None:
+        """Storage may be usable again."""
+        if self._writeback is not None:
+            self._writeback.resume()
+
+    def forget_put_off(self, namespace: bytes | None) -> None:
+        """What storage did not get yet of a namespace, or of all (None), it is not to get."""
+        if self._writeback is not None:
+            self._writeback.forget(namespace)
 
     @property
     def prefetch_counts(self) -> PrefetchCounts:
@@ -449,6 +455,7 @@ class KvCache:
     def unpin(self, pin: int) -> None:
         """The pages of a pin may be evicted again, as if just used."""
         self._index.release(self._pins.pop(pin), -1)
+        self._room_came()
 
     # ------------------------------------------------------------------------------------------------------------
     # Clearing and checking

@@ -2,19 +2,22 @@
 
 in     published prefixes, by the write policy; acknowledgements of copies
 out    `Copy` after `Copy` to send to the device, each small enough not to delay a step; pages to write to storage
-state  the host pool, prefixes whose pages wait to be copied, copies under way
+state  the host pool, prefixes whose pages wait to be copied, copies under way, each with its number
 owner  `KvCache`; nothing else calls it
 ready  a host page is indexed, and so matchable, when its copy is acknowledged
 end    a page under way is the transfer's until it is acknowledged, or the device that writes it has ended
 
 The write policies: `write_through` copies what is published as soon as the step that fills it has completed;
 `write_through_selective` what has been matched again; `write_back` what the device is about to evict.
+
+Whatever is on its way down has a number, from the moment at which it is asked for until storage has acknowledged it:
+who waits for all that was under way at some moment waits until the oldest number is a later one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +29,9 @@ from headrace.kvcache.radix_nodes import Dropped, Lease, Node, Span
 from headrace.ops.wire import I32
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
+
+NOTHING_PENDING: Final = 1 << 62
+"""A number that is later than all."""
 
 
 class Copy(NamedTuple):
@@ -44,13 +50,20 @@ class Copied(NamedTuple):
     host: I32
     key: PrefixKey | None
     """Of the request that published the pages, whose hashes are known; None where eviction asked for the copy."""
+    number: int
 
 
-class _UnderWay(NamedTuple):
+class _Waiting(NamedTuple):
+    """A prefix whose pages wait to be copied."""
+
     lease: Lease
-    spans: list[Span]
-    host: I32
+    step: int
+    """That fills its last page."""
     key: PrefixKey | None
+    """None where eviction asks for the copy."""
+    number: int
+    owner: int = 0
+    """The holding that published it."""
 
 
 class HostTier:
@@ -70,9 +83,16 @@ class HostTier:
         self._min_hits = min_hits if policy == "write_through_selective" else 0
         self.writer: NDArray[np.int64] = np.zeros(num_pages, np.int64)
         """The transfer by which storage reads a page; 0 for none."""
-        self._published: dict[int, tuple[Lease, int, PrefixKey]] = {}
-        self._evicting: deque[Lease] = deque()
-        self._under_way: dict[int, _UnderWay] = {}
+        self.last_number = 0
+        """Of all that was ever asked for."""
+        self._evicting: deque[_Waiting] = deque()
+        self._begun: deque[_Waiting] = deque()
+        """What is left of published prefixes whose first pages have been sent."""
+        self._published: dict[int, _Waiting] = {}
+        """By number, the oldest first."""
+        self._numbers: dict[int, list[int]] = {}
+        """Of each holding's published prefixes: two at most."""
+        self._under_way: dict[int, Copied] = {}
         self._transfers = 0
 
     @property
@@ -90,11 +110,8 @@ class HostTier:
     @property
     def leases(self) -> list[Lease]:
         """Every lease that this tier holds, for the integrity check."""
-        return [
-            *(lease for lease, _, _ in self._published.values()),
-            *self._evicting,
-            *(copy.lease for copy in self._under_way.values()),
-        ]
+        waiting = (*self._evicting, *self._begun, *self._published.values())
+        return [*(one.lease for one in waiting), *(copy.lease for copy in self._under_way.values())]
 
     @property
     def room_pages(self) -> int:
@@ -109,32 +126,51 @@ class HostTier:
     @property
     def busy(self) -> bool:
         """Whether copies wait or are under way."""
-        return bool(self._published or self._evicting or self._under_way)
+        return bool(self._published or self._begun or self._evicting or self._under_way)
+
+    @property
+    def oldest_number(self) -> int:
+        """Of what waits to be copied or is being copied; `NOTHING_PENDING` if nothing is."""
+        begun = [one.number for one in (*self._evicting, *self._begun)]
+        under_way = [copy.number for copy in self._under_way.values()]
+        return min([*begun, *under_way, next(iter(self._published), NOTHING_PENDING)])
+
+    def next_number(self) -> int:
+        """For something that is on its way down from now on."""
+        self.last_number += 1
+        return self.last_number
 
     def published(self, owner: int, lease: Lease, step: int, key: PrefixKey) -> None:
         """A request (named by its holding) has published up to the end of `lease`; `step` fills the last page. `key`
-        is kept until the copies are made: a long prompt is copied in many pieces, and hashed once."""
+        is kept until the copies are made: a long prompt is copied in many pieces, and hashed once.
+
+        What it publishes next does not put off what waits already: a long prompt is copied while it is computed. From
+        the third on, the second waits for the new step too."""
         if self.policy == "write_back":
             return
-        if (older := self._published.pop(owner, None)) is not None:
-            self._index.release(older[0], -1, touch=False)
-        self._published[owner] = (self._index.lease_again(lease), step, key)
+        numbers = self._numbers.setdefault(owner, [])
+        if len(numbers) < 2:
+            numbers.append(self.next_number())
+        else:
+            self._index.release(self._published[numbers[1]].lease, -1, touch=False)
+        self._published[numbers[-1]] = _Waiting(self._index.lease_again(lease), step, key, numbers[-1], owner)
 
     def evict_after_copy(self, leases: list[Lease]) -> None:
         """Write-back: these paths (leased for this tier) are copied first and then let go."""
-        self._evicting.extend(leases)
+        self._evicting.extend(_Waiting(lease, -1, None, self.next_number()) for lease in leases)
 
     def next_copy(self, completed_step: int, copy_pages: int) -> Copy | None:
         """The next copy to send, of `copy_pages` a group at most, ordered behind all that the device has been sent;
         None if nothing can be copied."""
-        while self._evicting:
-            copy = self._begin(self._evicting.popleft(), completed_step, copy_pages, None)
-            if copy is not None:
-                return copy
-        for owner, (lease, step, key) in list(self._published.items()):
-            if step <= completed_step:
-                del self._published[owner]
-                copy = self._begin(lease, completed_step, copy_pages, key)
+        for queue in (self._evicting, self._begun):
+            while queue:
+                copy = self._begin(queue.popleft(), completed_step, copy_pages)
+                if copy is not None:
+                    return copy
+        for waiting in list(self._published.values()):
+            if waiting.step <= completed_step:
+                self._forget_published(waiting)
+                copy = self._begin(waiting, completed_step, copy_pages)
                 if copy is not None:
                     return copy
         return None
@@ -145,7 +181,7 @@ class HostTier:
         self._index.end_backup(done.lease, done.spans, done.host)
         self.pool.hand_over(done.host.ravel(), Owner.TRANSFER, Owner.INDEX)
         self.copied_pages += done.host.shape[1]
-        return Copied(done.lease, done.spans, done.host, done.key)
+        return done
 
     def give_up(self) -> None:
         """The device has ended, and with it every copy: their host pages are free, what waited is forgotten."""
@@ -154,9 +190,8 @@ class HostTier:
             self.pool.give_back(copy.host.ravel(), Owner.TRANSFER, Fence())
         for lease in self.leases:
             self._index.release(lease, -1, touch=False)
-        self._published.clear()
-        self._evicting.clear()
-        self._under_way.clear()
+        for waiting in (self._evicting, self._begun, self._published, self._numbers, self._under_way):
+            waiting.clear()
 
     def begin_write(self, pages: I32, transfer: int) -> None:
         """Storage reads these pages (int32 [k]) until `end_write`: they may leave the index, but are not used again."""
@@ -199,10 +234,15 @@ class HostTier:
         read = (owners == Owner.INDEX) | (owners == Owner.FENCED)
         assert read.all(), "storage reads a page that is free or written to"
 
-    def _begin(self, lease: Lease, completed_step: int, copy_pages: int, key: PrefixKey | None) -> Copy | None:
-        """Begin to copy what a path lacks, as much as one copy may; the rest goes back into its queue. Without a key it
-        is an eviction's."""
-        evicts = key is None
+    def _forget_published(self, waiting: _Waiting) -> None:
+        del self._published[waiting.number]
+        self._numbers[waiting.owner].remove(waiting.number)
+        if not self._numbers[waiting.owner]:
+            del self._numbers[waiting.owner]
+
+    def _begin(self, waiting: _Waiting, completed_step: int, copy_pages: int) -> Copy | None:
+        """Begin to copy what a path lacks, as much as one copy may; the rest comes next."""
+        lease, evicts = waiting.lease, waiting.key is None
         min_hits = 0 if evicts else self._min_hits
         most = min(copy_pages, self.room_pages)
         spans, device = self._index.begin_backup(lease, completed_step, most, min_hits)
@@ -218,10 +258,7 @@ class HostTier:
             return None
         self._transfers += 1
         if count == most:
-            again = self._index.lease_again(lease)
-            if key is None:
-                self._evicting.appendleft(again)
-            else:
-                self._published[-self._transfers] = (again, completed_step, key)
-        self._under_way[self._transfers] = _UnderWay(lease, spans, host, key)
+            queue = self._evicting if evicts else self._begun
+            queue.appendleft(waiting._replace(lease=self._index.lease_again(lease)))
+        self._under_way[self._transfers] = Copied(lease, spans, host, waiting.key, waiting.number)
         return Copy(self._transfers, device, host)

@@ -103,6 +103,25 @@ class RadixIndex:
                 return pages
         return pages if child is None else pages + min(common, len(child.host[0]))
 
+    def host_run(self, namespace: bytes, raw: bytes, start: int) -> I32:
+        """Host pages of the prefix `raw` from its page `start` on, as far as the host has them without a gap: int32
+        [groups, n]. Changes nothing."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return self._none
+        node, _, child, common = self._walk(root, raw)
+        path = path_to(node)[1:] if child is None or not common else [*path_to(node)[1:], child]
+        found, at, depth = [self._none], start, 0
+        for step in path:
+            if at < depth + step.length:
+                pages = step.host[:, at - depth :]
+                found.append(pages)
+                at += pages.shape[1]
+                if at < depth + step.length:
+                    break
+            depth += step.length
+        return np.concatenate(found, axis=1)[:, : len(raw) // self._page_bytes - start]
+
     def acquire(self, namespace: bytes, raw: bytes) -> Match:
         """Lease the longest stored prefix of `raw`."""
         root = self._roots.get(namespace)

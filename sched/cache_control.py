@@ -124,9 +124,11 @@ class CacheControl:
     # What waits. Each raises Overloaded when too many do.
 
     async def settle(self, limit_s: float = SETTLE_S) -> bool:
-        """Wait until nothing is on its way to the host or to storage; False when it still was after `limit_s`."""
+        """Wait for what is on its way to the host or to storage now, and not for what follows; False when some of it
+        still was after `limit_s`."""
+        last = self._cache.last_write
         with self._one_more():
-            return await self._until(lambda: not self._cache.writing, limit_s)
+            return await self._until(lambda: self._cache.oldest_write > last, limit_s)
 
     async def lookup(self, ids: I32, salt: str) -> Lookup:
         """Which of a prompt's whole pages are where; changes nothing."""
@@ -161,6 +163,7 @@ class CacheControl:
             return Deleted(0, 0, 0)
         namespace = None if salt is None else self._namespace_of(salt)
         with self._one_more():
+            self._cache.forget_put_off(namespace)
             answer: asyncio.Future[Deleted] = asyncio.get_running_loop().create_future()
             self._storage.delete(namespace, lambda reply: None if answer.done() else answer.set_result(reply))
             deleted = await answer

@@ -132,9 +132,9 @@ class Engine:
         self._storage: StorageClient | None = None
         if options.storage is not None:
             assert connect_storage is not None
-            changed = self._cache_changed
-            self._storage = StorageClient(connect_storage, options.storage, options.storage_limits, changed)
-            self._cache.attach_storage(self._storage, options.prefetch, changed)
+            usable = self._storage_changed
+            self._storage = StorageClient(connect_storage, options.storage, options.storage_limits, usable)
+            self._cache.attach_storage(self._storage, options.prefetch, self._cache_changed)
         self.control = CacheControl(
             self._cache,
             lambda salt: self.namespace("", salt),
@@ -283,6 +283,7 @@ class Engine:
             skipped_pages=cache.host_skipped,
             stored_pages=self._cache.stored_pages,
             unstored_pages=self._cache.unstored_pages,
+            put_off_pages=self._cache.put_off_pages,
             storage_state="none" if storage is None else "usable" if storage.usable else storage.message or "paused",
             storage_restarts=storage.restarts if storage is not None else 0,
             storage_deadlines_missed=storage.deadlines_missed if storage is not None else 0,
@@ -373,6 +374,11 @@ class Engine:
         """A read or a write of the lower tiers is over: a waiting request may go on, and who controls the cache."""
         self._wake.set()
         self.control.changed()
+
+    def _storage_changed(self) -> None:
+        """It may be usable again, or no more."""
+        self._cache.resume_writes()
+        self._cache_changed()
 
     def _device_lost(self, reason: str) -> Iterator[None]:
         """Its pages are void: what ran on them fails, now, and what waits goes on when a device is back. Forgetting the

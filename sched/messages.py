@@ -215,7 +215,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     stored_pages: int
     """Pages that storage has acknowledged."""
     unstored_pages: int
-    """Pages that storage did not take."""
+    """Pages that storage did not take, and that are given up."""
+    put_off_pages: int
+    """Pages that storage did not take and that are written when it is usable and has nothing else to write."""
     storage_state: str
     """"none", "usable", or why it is not."""
     storage_restarts: int

@@ -174,6 +174,7 @@ class Server:
         while time.monotonic() < deadline_s:
             state = await self.state()
             at_rest = state["phase"] == "ready" and state["storage_state"] == "usable" and not unbalanced(state)
+            at_rest = at_rest and not state["put_off_pages"]
             same = same + 1 if at_rest and state["stored_pages"] + state["unstored_pages"] == stored else 0
             stored = state["stored_pages"] + state["unstored_pages"]
             if same >= 6:

@@ -43,7 +43,7 @@ _COUNTERS: Final = (
     ("host_copied_pages", "copied_pages", "Pages copied from the device to the host."),
     ("host_skipped_pages", "skipped_pages", "Copies to the host not made for lack of room."),
     ("storage_written_pages", "stored_pages", "Pages that storage has acknowledged."),
-    ("storage_unwritten_pages", "unstored_pages", "Pages that storage did not take."),
+    ("storage_unwritten_pages", "unstored_pages", "Pages that storage did not take, given up."),
     ("storage_restarts", "storage_restarts", "Restarts of the storage agent."),
     ("storage_deadlines_missed", "storage_deadlines_missed", "Times that storage was too slow, or silent."),
     ("prefetch_useful_bytes", "prefetch_useful_bytes", "Prefetched before their request went on, and used by it."),
@@ -65,6 +65,7 @@ _GAUGES: Final = (
     ("host_pages", "host_pages_total", "Pages of the host tier."),
     ("host_pages_free", "host_pages_free", "Pages of the host tier that hold nothing."),
     ("host_pages_cached", "host_pages_cached", "Pages of the host tier that can be matched."),
+    ("storage_put_off_pages", "put_off_pages", "Pages to write when storage is usable and has nothing else to write."),
     ("kv_pages_cached", "pages_cached", "Pages that only the prefix index holds."),
 )
 

@@ -124,7 +124,7 @@ class StorageClient:
         limits: StorageLimits,
         on_change: Callable[[], None],
     ) -> None:
-        """`on_change` is called when the store becomes usable."""
+        """`on_change` is called when the store becomes usable: it is open, or the breaker closes."""
         self.backend = open_store.backend
         self.message = "opening"
         """Why the store is not usable; "" while it is."""
@@ -143,6 +143,7 @@ class StorageClient:
         self._next_id = 0
         self._open = self._was_open = False
         self._shut_until_s = 0.0
+        self._shut: asyncio.TimerHandle | None = None
         self._attached, self._idle, self._ended, self._told = (asyncio.Event() for _ in range(4))
         """It should be there; no operation is under way; no agent is alive; the last one has opened or is lost."""
         self._gave_up = False
@@ -347,6 +348,9 @@ class StorageClient:
         if self._loop.time() >= self._shut_until_s:
             log.warning("%s; it is not asked for %.0f s", message, self._limits.breaker_s)
         self._shut_until_s = self._loop.time() + self._limits.breaker_s
+        if self._shut is not None:
+            self._shut.cancel()
+        self._shut = self._loop.call_at(self._shut_until_s, self._on_change)
 
     async def _live(self) -> str:
         """Connect, open, serve until the agent is lost; the reason. It has ended when this returns or raises."""

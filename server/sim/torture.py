@@ -114,7 +114,7 @@ def _happened(world: World, schedule: _Schedule) -> dict[str, int]:
             "pages copied to the host": status.copied_pages,
             "copies skipped": status.skipped_pages,
             "pages written to storage": status.stored_pages,
-            "pages storage did not take": status.unstored_pages,
+            "pages storage did not take": status.unstored_pages + status.put_off_pages,
             "damaged pages": world.store.damaged,
             "errors of the store": world.store.failed + world.store.raised,
             "prefetched bytes: useful": status.prefetch_useful_bytes,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import numpy as np
 import pytest
 
 from headrace.kvcache.cache import FORGOTTEN_NODES, KvCache
+from headrace.kvcache.events import Stored
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.pool import Fence
+from headrace.kvcache.prefetch import PrefetchOptions
+from headrace.kvcache.storage.client import PageSpan, StorageClient
+from headrace.kvcache.storage.protocol import Written
+from headrace.ops.wire import I32
+from headrace.server.sim.virtual_loop import run
 
 LAYOUT = KvLayout(4, (LayerGroup("full", 0, (0, 1), 2, 8, 4),))
 NAMESPACE = namespace(b"model", "", "")
@@ -170,3 +179,86 @@ def test_a_lost_device_is_forgotten_a_slice_at_a_time_whatever_is_pinned_and_dro
     assert slices >= 4 and least == 0
     assert [cache.pages_of_pin(pin) for pin in pins] == [0, 0]
     assert cache.stats().free == 1000
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Host pages that a transfer could get, each time that those who wait for them are told."""
+    told: list[int] = []
+
+    def room_came(cache: KvCache) -> None:
+        assert cache._host is not None
+        told.append(cache._host.room_pages)
+
+    monkeypatch.setattr(KvCache, "_room_came", room_came)
+    return told
+
+
+def copied(cache: KvCache, *tokens: int) -> None:
+    """A request's pages are on the host."""
+    run_through(cache, key(*tokens), 0)
+    cache.complete_step(0)
+    copy = cache.next_copy()
+    assert copy is not None
+    cache.copied(copy.transfer)
+
+
+def test_who_waits_for_host_room_is_told_when_a_copy_lets_go_of_its_prefix(told: list[int]) -> None:
+    cache = KvCache(LAYOUT, [16], host_pages=8)
+    copied(cache, *range(17))
+    run_through(cache, key(*range(25)), 0)
+    copy = cache.next_copy()
+    assert copy is not None and cache._host is not None
+    assert cache._host.room_pages == 2, "the copy holds its own pages and those that it continues"
+    told.clear()
+    cache.copied(copy.transfer)
+    assert told == [8]
+
+
+def test_who_waits_for_host_room_is_told_when_a_pin_goes(told: list[int]) -> None:
+    cache = KvCache(LAYOUT, [16], host_pages=8)
+    copied(cache, *range(17))
+    pin, pages = cache.pin(key(*range(17)))
+    told.clear()
+    cache.unpin(pin)
+    assert (pages, told) == (4, [8])
+
+
+def test_what_a_flush_or_a_clearing_drops_was_room_before() -> None:
+    """So nobody need be told."""
+    cache = KvCache(LAYOUT, [16], host_pages=8)
+    copied(cache, *range(17))
+    copied(cache, *range(100, 117))
+    assert cache._host is not None and cache._host.room_pages == 8
+    assert cache.clear(key(*range(16)), True, True).host == 4
+    assert cache._host.room_pages == 8
+    assert cache.flush().host == 4
+    assert cache._host.room_pages == 8
+
+
+class Store:
+    """A storage client whose writes end when they are sent."""
+
+    backend, usable = "memory", True
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, int]] = []
+
+    def write(self, group: int, span: PageSpan, host_pages: I32, done: Callable[[Written], None]) -> None:
+        self.written.append((group, len(host_pages)))
+        done(Written(0, len(host_pages), []))
+
+
+def test_pages_of_several_layer_groups_are_told_of_once_when_storage_has_them() -> None:
+    async def scenario() -> None:
+        groups = (LayerGroup("full", 0, (0,), 2, 8, 4), LayerGroup("full", 0, (1,), 2, 8, 4))
+        cache = KvCache(KvLayout(4, groups), [16, 16], host_pages=32)
+        store = Store()
+        cache.attach_storage(cast(StorageClient, store), PrefetchOptions(), lambda: None)
+        events = cache.events.subscribe()
+        copied(cache, *range(17))
+        assert store.written == [(0, 4), (1, 4)] and cache.stored_pages == 8
+        stored = [event for event in events.take() if isinstance(event, Stored) and event.tier == "storage"]
+        assert [event.pages for event in stored] == [4]
+
+    run(scenario())

@@ -18,6 +18,7 @@ from headrace.ops.wire import I32
 from headrace.sched.cache_control import MAX_PINS, MAX_WAITING, PinRefused
 from headrace.sched.messages import Overloaded
 from headrace.server.sim.judge import Watched
+from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.virtual_loop import run, running_loop
 from headrace.server.sim.world import World, WorldShape
 
@@ -210,6 +211,45 @@ def test_a_flush_waits_for_the_writes_that_read_from_a_tier() -> None:
         assert (await control.lookup(ids(), "")).storage == TOKENS
 
     play(DISK, scenario)
+
+
+def test_a_flush_under_load_ends_when_what_was_under_way_is_written() -> None:
+    async def scenario(world: World) -> None:
+        control, asked = world.engine.control, asyncio.Event()
+
+        async def load() -> None:
+            for i in range(1, 150):
+                world.submit([i] * 21, 1)
+                await asyncio.sleep(0.004)
+                if i == 40:
+                    asked.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(load())
+            await asked.wait()
+            before, began_s = world.engine.status(), running_loop().time()
+            assert world.engine.writing
+            assert await control.settle(), "though something is always on its way"
+            assert world.engine.writing and running_loop().time() - began_s < 0.2
+            assert world.engine.status().stored_pages >= before.copied_pages, "all that the host had at the call"
+
+    # Storage needs 2 of the 4 ms between two requests for their pages.
+    shape = msgspec.structs.replace(DISK, pages=200, host_pages=400, token_us=20.0, storage=StorageTimes(50, 600, 2))
+    play(msgspec.structs.replace(shape, storage_pages=4000), scenario)
+
+
+def test_a_flush_waits_for_a_prompt_that_is_being_computed_no_further_than_it_was() -> None:
+    async def scenario(world: World) -> None:
+        # 60 chunks of 10 ms: what the first ones have filled is copied meanwhile.
+        long = world.submit([i % 900 + 1 for i in range(960)], 1)
+        await asyncio.sleep(0.1)
+        assert world.engine.writing
+        assert await world.engine.control.settle()
+        assert world.engine.status().stored_pages >= 16 and not long.ids
+        await long.ended.wait()
+
+    shape = msgspec.structs.replace(DISK, pages=260, host_pages=520, context_tokens=1000, forward_us=10_000)
+    play(msgspec.structs.replace(shape, storage_pages=1000), scenario)
 
 
 def test_a_flush_does_not_wait_for_ever() -> None:

@@ -85,6 +85,7 @@ def test_b19_an_agent_that_hangs_is_killed_when_it_is_detached_and_gives_its_pag
         world.engine.flush_cache()
         assert world.engine.status().host_pages_free == world.shape.host_pages
         assert await world.engine.control.attach_storage() == ""
+        assert await world.engine.control.detach_storage(), "what the last agent gave up is forgotten"
 
     play(with_times(SLOW, host_pages=80), scenario)
 

@@ -137,18 +137,6 @@ def test_b11_what_follows_a_damaged_page_is_not_waited_for() -> None:
     play(msgspec.structs.replace(shape, storage=StorageTimes(100, 5_000, 2), prefetch=prefetch), scenario)
 
 
-def test_b12_pages_that_storage_was_not_asked_to_keep_are_counted() -> None:
-    async def scenario(world: World) -> None:
-        await world.engine.control.detach_storage()
-        await ask(world)
-        await asyncio.sleep(1)
-        status = world.engine.status()
-        assert status.copied_pages > 0 and status.stored_pages == 0
-        assert status.unstored_pages == status.copied_pages
-
-    play(DISK, scenario)
-
-
 def test_b26_the_idle_check_sees_that_a_node_was_split_under_it() -> None:
     async def scenario(world: World) -> None:
         engine = world.engine
