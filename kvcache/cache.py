@@ -413,7 +413,7 @@ class KvCache:
         """Which of the key's whole pages are where; changes nothing."""
         raw = key.raw(0, key.length // key.page_tokens)
         device, indexed = self._index.peek(key.namespace, raw)
-        return Held(device, self._index.host_prefix(key.namespace, raw), indexed)
+        return Held(device, self._index.host_run(key.namespace, raw).shape[1], indexed)
 
     def warm(self, key: PrefixKey) -> Prefetch | None:
         """Bring what storage has of a prefix to the host, for no request yet; None if there is nothing to bring."""

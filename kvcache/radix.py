@@ -90,33 +90,16 @@ class RadixIndex:
         on_device = 0 if missing else min(child.num_device, common)
         return pages - missing + on_device, pages + common
 
-    def host_prefix(self, namespace: bytes, raw: bytes) -> int:
-        """Pages from the first on that the host has, of the longest stored prefix of `raw`; changes nothing."""
-        root = self._roots.get(namespace)
-        if root is None:
-            return 0
-        node, _, child, common = self._walk(root, raw)
-        pages = 0
-        for step in path_to(node)[1:]:
-            pages += len(step.host[0])
-            if len(step.host[0]) < step.length:
-                return pages
-        return pages if child is None else pages + min(common, len(child.host[0]))
-
-    def host_run(self, namespace: bytes, raw: bytes, start: int) -> I32:
-        """Host pages of the prefix `raw` from its page `start` on, as far as the host has them without a gap: int32
-        [groups, n]. Changes nothing."""
-        root = self._roots.get(namespace)
-        if root is None:
+    def host_run(self, namespace: bytes, raw: bytes, start: int = 0) -> I32:
+        """The host's pages of `raw` from page `start` on, up to a gap: int32 [groups, n]; changes nothing."""
+        if (root := self._roots.get(namespace)) is None:
             return self._none
         node, _, child, common = self._walk(root, raw)
-        path = path_to(node)[1:] if child is None or not common else [*path_to(node)[1:], child]
         found, at, depth = [self._none], start, 0
-        for step in path:
+        for step in path_to(node)[1:] + [child] * (child is not None and common > 0):
             if at < depth + step.length:
-                pages = step.host[:, at - depth :]
-                found.append(pages)
-                at += pages.shape[1]
+                found.append(step.host[:, at - depth :])
+                at += found[-1].shape[1]
                 if at < depth + step.length:
                     break
             depth += step.length

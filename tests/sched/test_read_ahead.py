@@ -139,7 +139,7 @@ def test_the_turn_to_wait_for_storage_comes_when_the_pool_has_pages_for_the_requ
         assert cached(watched) == (0, 0, PAGES * 4), "it was not short of host room while others had the pool"
         assert watched.started.prefetch_decision == "complete"
 
-    hasty = PrefetchOptions("wait_complete", threshold_tokens=4, room_timeout_ms=2.0)
+    hasty = PrefetchOptions("wait_complete", threshold_tokens=4, room_timeout_ms=4.0)
     play(msgspec.structs.replace(DISK, pages=18, host_pages=18, prefetch=hasty, storage=SLOW), scenario)
 
 
