@@ -152,7 +152,8 @@ def test_a_write_that_nothing_waits_for_is_begun_however_slow_storage_is() -> No
         assert status.stored_pages == status.copied_pages and status.unstored_pages + status.put_off_pages == 0
 
     # Nine pages take 0.5 s, the most that all writes together may be expected to take.
-    play(msgspec.structs.replace(DISK, storage=StorageTimes(50, 65_000, 1), host_pages=200), scenario)
+    slow = StorageTimes(50, 65_000, 1)
+    play(msgspec.structs.replace(DISK, storage=slow, host_pages=200, prefill_tokens=64), scenario)
 
 
 def with_slow_writes(**changes: object) -> WorldShape:
