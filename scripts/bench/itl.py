@@ -4,8 +4,9 @@
     scripts/bench/itl.py [--streams 4] [--prompt-tokens 2000] [--every-s 4] [--seconds 40] [--targets 0 60 100]
 
 For each target a real server with the default model is started with that `--target-itl-ms` (0: without the flag). The
-streams' gaps are those between two events at the client; a gap counts as mixed if a long prompt was being computed when
-it began or ended, else as plain: no target can be below what a plain step takes.
+streams' gaps are those between two tokens at the client (an event of several tokens, where text was held back for the
+rest of a character, is as many gaps of equal length). A gap counts as mixed if a long prompt was being computed when it
+began or ended, else as plain: no target can be below what a plain step takes.
 """
 
 from __future__ import annotations
@@ -59,14 +60,17 @@ async def _stream(url: str, gaps: Gaps, rng: random.Random) -> None:
         while True:
             body = _body(rng, 32, 1000)
             async with session.post(f"{url}/v1/completions", json=body) as answer:
-                last_s, was_computing = 0.0, 0
+                last_s, was_computing, tokens = 0.0, 0, 0
                 async for line in answer.content:
                     if not line.startswith(b"data: {"):
                         continue
-                    now_s = time.perf_counter()
+                    now_s, before = time.perf_counter(), tokens
+                    tokens = msgspec.json.decode(line[6:])["usage"]["completion_tokens"]
+                    if tokens == before:
+                        continue
                     if last_s:
                         kind = gaps.mixed if was_computing or gaps.computing else gaps.plain
-                        kind.append((now_s - last_s) * 1e3)
+                        kind += [(now_s - last_s) * 1e3 / (tokens - before)] * (tokens - before)
                     last_s, was_computing = now_s, gaps.computing
 
 
@@ -90,7 +94,14 @@ async def _prompt(url: str, gaps: Gaps, rng: random.Random, tokens: int) -> None
 
 def _body(rng: random.Random, prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
     prompt = [rng.randrange(FIRST_ID, LAST_ID) for _ in range(prompt_tokens)]
-    return {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": usage,
+        "ignore_eos": True,
+    }
 
 
 async def _load(url: str, options: argparse.Namespace) -> Gaps:
