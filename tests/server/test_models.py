@@ -350,7 +350,7 @@ def test_a_cache_folder_that_can_not_be_is_named(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_in_the_catalogue_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelProblem, match=r"'gpt-5' is not in the catalogue\. It has: tiny"):
-        fetch_model("gpt-5", tmp_path, silent, None, CATALOGUE)
+        fetch_model("gpt-5", tmp_path, silent, (), CATALOGUE)
 
 
 # ---------------------------------------------------------------------------------------------------------------

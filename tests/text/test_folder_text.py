@@ -154,9 +154,8 @@ class Folder(NamedTuple):
 
 def folder_of(family: Family, weights: Path, path: Path) -> Folder:
     shutil.copytree(weights, path)
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=family.build(), bos_token=family.bos, eos_token=family.eos
-    )
+    wrap: Any = transformers.PreTrainedTokenizerFast
+    wrapped = wrap(tokenizer_object=family.build(), bos_token=family.bos, eos_token=family.eos)
     wrapped.save_pretrained(path)
     return Folder(path, family)
 
