@@ -2,8 +2,7 @@
 
 in     prefixes to look up, pages to grow by, launched steps, fences, acknowledgements of copies
 out    page numbers for the page table; loads for a batch; copies to send; how many tokens need not be computed
-state  the device pools (who owns each page), the index (which prefixes have pages), the holdings; the host tier,
-       prefetches and writes have their own
+state  the device pools (who owns each page), the index (which prefixes have pages), the host tier, the holdings
 owner  the scheduler, which calls it between awaits; nothing here waits
 ready  a page is matchable when the step that fills or loads it is launched (later steps are ordered behind it)
 end    `close` with the last launched step: leased pages stay in the index, private ones are free after that step
@@ -41,7 +40,7 @@ from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Dropped, Lease, held_alone, path_of
 from headrace.kvcache.read_ahead import PrefetchCounts, Prefetcher
 from headrace.kvcache.storage.client import StorageClient
-from headrace.kvcache.writeback import Run, WriteBack
+from headrace.kvcache.writeback import WriteBack, runs_of
 from headrace.ops.wire import I32
 
 MOST_PAGES: Final = 1 << 40
@@ -310,11 +309,8 @@ class KvCache:
         assert self._host is not None
         done: Copied = self._host.acknowledge(transfer)
         if self._writeback is not None:
-            key, runs, at = done.key or self._key_of(done.lease), list[Run](), 0
-            for start, end in done.spans:
-                runs += [Run(group, start, end, host[at : at + end - start]) for group, host in enumerate(done.host)]
-                at += end - start
-            self._writeback.write(key, runs, done.number)
+            key = done.key or self._key_of(done.lease)
+            self._writeback.write(key, runs_of(done.spans, done.host), done.number)
         self._index.release(done.lease, -1, touch=False)
         self._room_came()
 

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.integrity import check_tree
-from headrace.kvcache.radix_copies import begin_copies, give_up_copies, places_of
+from headrace.kvcache.radix_copies import begin_copies, give_up_copies, host_parts, places_of
 from headrace.kvcache.radix_nodes import (
     Change,
     Dropped,
@@ -94,15 +94,9 @@ class RadixIndex:
         if (root := self._roots.get(namespace)) is None:
             return self._none
         node, _, child, common = self._walk(root, raw)
-        found, at, depth = [self._none], start, 0
-        for step in path_to(child if child is not None and common else node)[1:]:
-            if at < depth + step.length:
-                found.append(step.host[:, at - depth :])
-                at += found[-1].shape[1]
-            depth += step.length
-            if at < depth:
-                break
-        return np.concatenate(found, axis=1)[:, : len(raw) // self._page_bytes - start]
+        path = path_to(node)[1:] if child is None or not common else [*path_to(node)[1:], child]
+        found = np.concatenate([self._none, *host_parts(path, start)], axis=1)
+        return found[:, : len(raw) // self._page_bytes - start]
 
     def acquire(self, namespace: bytes, raw: bytes) -> Match:
         """Lease the longest stored prefix of `raw`."""

@@ -56,3 +56,16 @@ def give_up_copies(node: Node, count: int) -> None:
     node.pending -= count
     if not node.pending and node.parent is not None:
         node.parent.host_children -= 1
+
+
+def host_parts(path: Sequence[Node], start: int) -> Iterator[I32]:
+    """The host's pages of a path from its page `start` on, up to a gap: int32 [groups, k] each."""
+    at, depth = start, 0
+    for node in path:
+        if at < depth + node.length:
+            pages = node.host[:, at - depth :]
+            yield pages
+            at += pages.shape[1]
+            if at < depth + node.length:
+                return
+        depth += node.length

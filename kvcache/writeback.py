@@ -27,6 +27,7 @@ from headrace.kvcache.events import KvEvents
 from headrace.kvcache.host import NOTHING_PENDING, HostTier
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.radix import RadixIndex
+from headrace.kvcache.radix_nodes import Span
 from headrace.kvcache.read_ahead import span_of
 from headrace.kvcache.storage.client import StorageClient
 from headrace.kvcache.storage.protocol import Written, pages_per_message
@@ -48,6 +49,15 @@ class Run(NamedTuple):
     start: int
     end: int
     host: I32
+
+
+def runs_of(spans: Sequence[Span], host: I32) -> list[Run]:
+    """Of pages of a prefix that the host has in `host`, int32 [groups, k]."""
+    runs, at = list[Run](), 0
+    for start, end in spans:
+        runs += [Run(group, start, end, pages[at : at + end - start]) for group, pages in enumerate(host)]
+        at += end - start
+    return runs
 
 
 class _UnderWay(msgspec.Struct):
