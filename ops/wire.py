@@ -102,7 +102,7 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     dtype: str
     """"float32" or "bfloat16": of weights, activations and KV."""
     quantization: str
-    """"none", or "q8": int8 with a scale per 32 values, of weights and activations; only with compiled kernels."""
+    """"none", or "q8": weights in 8 bits, or in the file's own 4, in groups of 32; only with compiled kernels."""
     threads: int
     max_slots: int
     """Request slots: rows of the page tables, of `future_tokens` and of the sampler state."""

@@ -48,8 +48,8 @@ MANUAL: Final[FlagTable] = {
         Flag(
             "quantization",
             "METHOD",
-            "How products are computed: none is in --dtype; q8 in int8 with a scale for every 32 weights and every 32 "
-            "activations, which takes half of bfloat16's memory. KV stays in --dtype.",
+            "How weights are kept: none is in --dtype; q8 in 8 bits, or in the file's own 4, in groups of 32, which "
+            "reads fewer bytes and is as accurate. Activations stay bfloat16, KV in --dtype.",
         ),
         Flag(
             "cpu_kernels",

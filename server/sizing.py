@@ -40,8 +40,8 @@ SMALLEST_POOL_TOKENS: Final = 256
 
 COMPILED_ARCHITECTURES: Final = ("x86_64", "aarch64")
 """For which kernels are compiled: with instructions for bfloat16 and int8 where the CPU has them, else without."""
-Q8_GROUP_BYTES: Final = 36
-"""32 int8 weights and their float32 scale."""
+Q8_GROUP_BYTES: Final = 48
+"""32 weights of 8 bits, with the scales and offsets of their halves; those that a file has in 4 bits take half."""
 _log: Final = logging.getLogger("headrace.sizing")
 _VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 

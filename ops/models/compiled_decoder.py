@@ -6,7 +6,6 @@ ends, nor on where its prefix's pages came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -20,12 +19,11 @@ from headrace.ops.rotary import Rotary
 from headrace.ops.simd.attention import block_tokens, scratch_bytes
 from headrace.ops.simd.compiler import Elements
 from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
-from headrace.ops.simd.packing import pack, paired, quantize, round_up
+from headrace.ops.simd.packing import pack, pack_groups, paired, paired_rows, round_up
 from headrace.ops.simd.products import SCRATCH_TILE_BYTES
 from headrace.ops.simd.program import Program
 from headrace.ops.simd.tables import ATTEND, GELU, MLP, OUTPUT, SILU, Constant, LayerField, StepField
-from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
-from headrace.ops.simd.vector import VECTOR_BYTES
+from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.step_kv import StepKv
 
 F32_BYTES: Final = 4
@@ -44,9 +42,6 @@ class CompiledDecoder:
         self.config = config
         self._elements: Elements = "q8" if quantized else kv
         self._kv_dtype = weights.dtype
-        self._pack: Callable[[Tensor], Tensor] = quantize if quantized else pack
-        # What is quantized should not be rounded before.
-        self._source = torch.float32 if quantized else weights.dtype
         self._packed: list[Tensor] = []
         self._buffers: dict[StepField, Tensor] = {}
         left_out = {StepField.LOGITS} if config.post_norms else {StepField.LOGITS, StepField.ADDED}
@@ -57,10 +52,9 @@ class CompiledDecoder:
         self._rotaries: dict[Rope, Rotary] = {}
         for layer in range(config.layers):
             self._read_layer(weights, layer, context_tokens)
-        tied = config.tied_embeddings
-        output = self._embedding if tied else weights.read("output.weight", self._source)
         step = self._program.step
-        step[StepField.OUTPUT_WEIGHTS] = self._kept(self._pack(output))
+        output = "token_embd.weight" if config.tied_embeddings else "output.weight"
+        step[StepField.OUTPUT_WEIGHTS], step[StepField.OUTPUT_PANEL_BYTES] = self._matrix(weights, output)
         step[StepField.OUTPUT_NORM] = self._norm(weights, "output_norm")
         self._set_sizes()
 
@@ -112,15 +106,15 @@ class CompiledDecoder:
     # Weights
 
     def _read_layer(self, weights: StoredWeights, layer: int, context_tokens: int) -> None:
-        def read(*names: str) -> Tensor:
-            return weights.fused([f"blk.{layer}.{name}.weight" for name in names], self._source)
+        def matrix(*names: str) -> tuple[int, int]:
+            return self._matrix(weights, *(f"blk.{layer}.{name}.weight" for name in names))
 
         def norm(name: str) -> int:
             return self._norm(weights, f"blk.{layer}.{name}")
 
         config, row, projections = self.config, self._program.layers[layer], ("attn_q", "attn_k", "attn_v")
         row[LayerField.ATTENTION_NORM] = norm("attn_norm")
-        row[LayerField.QKV] = self._kept(self._pack(read(*projections)))
+        row[LayerField.QKV], row[LayerField.QKV_PANEL_BYTES] = matrix(*projections)
         if config.qkv_bias:
             biases = [f"blk.{layer}.{name}.bias" for name in projections]
             row[LayerField.QKV_BIAS] = self._kept(weights.fused(biases, torch.float32))
@@ -131,15 +125,27 @@ class CompiledDecoder:
             self._rotaries[rope] = Rotary(context_tokens, config.rotary_dim, rope)
         row[LayerField.TURNS] = self._rotaries[rope].table.data_ptr()
         row[LayerField.WINDOW] = config.window(layer)
-        row[LayerField.OUTPUT] = self._kept(self._pack(read("attn_output")))
+        row[LayerField.OUTPUT], row[LayerField.OUTPUT_PANEL_BYTES] = matrix("attn_output")
         row[LayerField.MLP_NORM] = norm("ffn_norm")
-        row[LayerField.GATE_UP] = self._kept(self._pack(paired(read("ffn_gate"), read("ffn_up"))))
-        row[LayerField.DOWN] = self._kept(self._pack(read("ffn_down")))
+        row[LayerField.GATE_UP], row[LayerField.GATE_UP_PANEL_BYTES] = matrix("ffn_gate", "ffn_up")
+        row[LayerField.DOWN], row[LayerField.DOWN_PANEL_BYTES] = matrix("ffn_down")
         if config.post_norms:
             row[LayerField.AFTER_ATTENTION], row[LayerField.AFTER_MLP] = (
                 norm("post_attention_norm"),
                 norm("post_ffw_norm"),
             )
+
+    def _matrix(self, weights: StoredWeights, *names: str) -> tuple[int, int]:
+        """Pack projections of the same input → the address, and the bytes from one panel to the next. Gate and up
+        alternate, for the tile that multiplies them with each other."""
+        pairs = len(names) == 2
+        if self._elements == "q8":
+            groups = weights.grouped(names)
+            packed = pack_groups(groups.rows(paired_rows(len(groups.codes) // 2)) if pairs else groups)
+        else:
+            fused = self._embedding if names == ("token_embd.weight",) else weights.fused(names)
+            packed = pack(paired(*fused.chunk(2)) if pairs else fused)
+        return self._kept(packed), packed.nbytes // len(packed)
 
     def _norm(self, weights: StoredWeights, name: str) -> int:
         weight = weights.norm(name)
@@ -182,9 +188,6 @@ class CompiledDecoder:
             (StepField.WIDTH_TILES, -(-config.hidden // TILE_COLUMNS)),
             (StepField.GATE_UP_TILES, -(-config.intermediate // GROUP)),
             (StepField.LOGITS_TILES, -(-config.vocab_size // TILE_COLUMNS)),
-            (StepField.WIDTH_PANEL_BYTES, self._panel_bytes(config.hidden)),
-            (StepField.ATTENDED_PANEL_BYTES, self._panel_bytes(attended)),
-            (StepField.ACT_PANEL_BYTES, self._panel_bytes(config.intermediate)),
             (StepField.BLOCK_TOKENS, block_tokens(sharing)),
             (StepField.SCRATCH_BYTES, round_up(scratch, 4096)),
         ):
@@ -205,12 +208,6 @@ class CompiledDecoder:
     def _steps(self, width: int) -> int:
         groups = -(-width // GROUP)
         return groups if self._elements == "q8" else groups * GROUP * self._kv_dtype.itemsize // F32_BYTES
-
-    def _panel_bytes(self, width: int) -> int:
-        """Of 16 columns of weights that sum over `width` values."""
-        if self._elements == "q8":
-            return -(-width // GROUP) * Q8_WEIGHT_BYTES
-        return self._steps(width) * VECTOR_BYTES
 
     def _make_room(self, rows: int, *fields: StepField) -> None:
         """Buffers of at least so many rows: the given ones, or all but the logits."""

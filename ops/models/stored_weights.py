@@ -12,6 +12,7 @@ from headrace.ops.models.architectures import tensors_of
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.weights.dequantize import dequantize, dequantize_into
 from headrace.ops.weights.files import ModelFile
+from headrace.ops.weights.groups import Groups, groups_of, stacked
 
 TURNED: Final = ("attn_q", "attn_k")
 """Projections whose heads are turned; with `_norm`, the norms of those heads."""
@@ -61,6 +62,16 @@ class StoredWeights:
             start += part.shape[0]
             self._count(part.size_bytes)
         return fused
+
+    def grouped(self, names: Sequence[str]) -> Groups:
+        """Several projections of the same input as one, in groups of 32."""
+        parts = []
+        for name in names:
+            info = self._tensors[name]
+            groups = groups_of(info.kind, self._file.bytes_of(info), info.shape)
+            parts.append(Groups(groups.bits, *(self._in_pairs(name, rows) for rows in groups[1:])))
+            self._count(info.size_bytes)
+        return stacked(parts)
 
     def _in_pairs(self, name: str, rows: Tensor) -> Tensor:
         """Rows (i, i + half) of each head → (2i, 2i + 1): query and key alike, so that their products stay."""

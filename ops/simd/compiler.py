@@ -1,15 +1,20 @@
 """Compiles a decoder's program, or loads what was compiled before.
 
 Compiling takes 10 to 15 s, loading 0.3. What was compiled lies in a folder named after a digest of the kernels' sources
-and numba's version; inside it, numba tells programs of different CPUs apart.
+and numba's version; inside it, numba tells programs of different CPUs apart. The versions that were used last stay, the
+others are deleted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import re
+import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -23,6 +28,8 @@ from headrace.ops.simd.vector import BF16, F32, Q8
 Elements: TypeAlias = Literal["float32", "bfloat16", "q8"]
 
 _log: Final = logging.getLogger("headrace.worker")
+KEPT_VERSIONS: Final = 16
+"""Of the kernels, compiled for one CPU: 2 MB each for each kind of elements."""
 WITNESSES: Final[dict[str, Any]] = {"float32": F32, "bfloat16": BF16, "q8": Q8}
 
 
@@ -44,6 +51,9 @@ def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[i
         tables = types.int64[::1], types.int64[:, ::1], types.float64[::1]
         witnesses = (numba.typeof(WITNESSES[name]) for name in (elements, kv))
         decoder.run.compile((*witnesses, *tables, types.int64))
+    if own is not None:
+        os.utime(own)
+        _prune(own.parent)
 
 
 class _Listener(event.Listener):  # type: ignore[misc]
@@ -71,6 +81,16 @@ def _writable(folder: Path) -> Path | None:
     except OSError as problem:
         _log.warning("compiled kernels are not kept (%s): every start compiles them anew. See HEADRACE_CACHE", problem)
         return None
+
+
+def _prune(folder: Path) -> None:
+    """Delete the versions that were used longest ago. A process that has loaded one of them does not need it again."""
+    versions = [path for path in folder.iterdir() if re.fullmatch("[0-9a-f]{16}", path.name)]
+    # Another start may delete them at this moment.
+    with suppress(FileNotFoundError):
+        versions.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        for version in versions[KEPT_VERSIONS:]:
+            shutil.rmtree(version, ignore_errors=True)
 
 
 def _digest() -> str:

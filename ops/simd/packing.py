@@ -1,9 +1,13 @@
 """Weights in the form that tiles read: panels of 16 columns, lanes of four bytes along the sum.
 
-    F32, BF16  [out / 16, in / lane, 16, lane]           lane: 1 float32 or 2 bfloat16
-    Q8         [out / 16, in / 32, 8 · 16 · 4 + 16 · 4]  bytes: 8 lanes of 16 columns, then 16 float32 scales
+    F32, BF16  [out / 16, in / lane, 16, lane]                        lane: 1 float32 or 2 bfloat16
+    Q8         [out / 16, in / 32 · planes, 4 · 16 · 4 + 2 · 16 · 4]  bytes: 4 lanes of 16 columns, then their float32
+                                                                      scales and their offsets
 
-Both sides are filled up with zeros: `out` to a whole tile of 64, `in` to a whole group of 32.
+A lane of Q8 has 8 codes of 4 bits: those of an even place along the sum in its low half, of an odd one in its high.
+Codes of 8 bits are two planes of a group, the high halves first. `tiles` reads a code as 16 + code, so an offset is the
+group's minimum - 16 · scale. Both sides are filled up with zeros: `out` to a whole tile of 64, `in` to a whole group of
+32.
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ from headrace.ops.simd.inputs import GROUP
 from headrace.ops.simd.instructions import LANES
 from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import LANE_BYTES
+from headrace.ops.weights.groups import Groups
 
-_Q8_ZERO: Final = 128
-_Q8_PASS_BYTES: Final = 1 << 20
-"""Of float32 weights that are quantized at a time: they stay in the cache through all passes."""
+_Q8_PASS_ROWS: Final = 16 * TILE_COLUMNS
+"""Rows that are packed at a time: they stay in the cache through all passes."""
 
 
 def round_up(count: int, to: int) -> int:
@@ -35,10 +39,41 @@ def pack(weight: Tensor) -> Tensor:
     return weight.view(len(weight) // LANES, LANES, -1, lane).permute(0, 2, 1, 3).contiguous()
 
 
-def quantize(weight: Tensor) -> Tensor:
-    """float32 or bfloat16 `[out, in]` → Q8: each group of 32 of a row by its largest magnitude, to -127 .. 127."""
-    rows = max(TILE_COLUMNS, _Q8_PASS_BYTES // (weight.shape[1] * 4) // TILE_COLUMNS * TILE_COLUMNS)
-    return torch.cat([_quantized(_filled(part.float())) for part in torch.split(weight, rows)])
+def pack_groups(weight: Groups) -> Tensor:
+    """Groups `[out, in]` → Q8, uint8 `[out / 16, planes in all, bytes]`."""
+    rows = torch.arange(round_up(len(weight.codes), TILE_COLUMNS))
+    rows = torch.where(rows < len(weight.codes), rows, -1)
+    planes = weight.codes.shape[1] // GROUP * (weight.bits // 4)
+    packed = torch.empty((len(rows) // LANES, planes, Q8_WEIGHT_BYTES), dtype=torch.uint8)
+    for start in range(0, len(rows), _Q8_PASS_ROWS):
+        _pack_planes(weight.rows(rows[start : start + _Q8_PASS_ROWS]), packed[start // LANES :])
+    return packed
+
+
+def _pack_planes(weight: Groups, into: Tensor) -> None:
+    codes, scales, minimums = weight.codes, weight.scales, weight.minimums
+    planes = [(codes, scales, minimums)]
+    if weight.bits == 8:
+        planes = [(codes >> 4, scales * 16, minimums), (codes & 15, scales, torch.zeros_like(minimums))]
+    panels, groups = len(codes) // LANES, scales.shape[1]
+    for number, (plane, scale, minimum) in enumerate(planes):
+        here = into[:panels, number :: len(planes)]
+        # [panels, column, group, lane, byte of a half, half of a byte, half of the lane]: an even and an odd place lie
+        # in the halves of a lane.
+        parts = plane.view(panels, LANES, groups, 4, 2, 2, 2)
+        pairs = parts[..., 0, :] | parts[..., 1, :] << 4
+        here[..., : GROUP // 2 * LANES] = pairs.permute(0, 2, 3, 1, 5, 4).reshape(panels, groups, -1)
+        numbers = torch.stack((scale, minimum - 16 * scale)).view(2, panels, LANES, groups).permute(1, 3, 0, 2)
+        here[..., GROUP // 2 * LANES :] = numbers.reshape(panels, groups, -1).contiguous().view(torch.uint8)
+
+
+def paired_rows(width: int) -> Tensor:
+    """Which rows of gate `[width, in]` with up below it stand where, so that tiles of 64 rows hold 32 of gate and the
+    same of up; -1: none."""
+    gate = torch.arange(round_up(width, GROUP))
+    gate = torch.where(gate < width, gate, -1)
+    up = torch.where(gate < 0, -1, gate + width)
+    return torch.stack((gate.view(-1, GROUP), up.view(-1, GROUP)), dim=1).flatten()
 
 
 def paired(gate: Tensor, up: Tensor) -> Tensor:
@@ -51,19 +86,3 @@ def paired(gate: Tensor, up: Tensor) -> Tensor:
 def _filled(weight: Tensor) -> Tensor:
     rows, columns = weight.shape
     return F.pad(weight, (0, -columns % GROUP, 0, -rows % TILE_COLUMNS))
-
-
-def _quantized(weight: Tensor) -> Tensor:
-    groups = weight.view(len(weight), -1, GROUP)
-    # As the kernel does it with a row (`inputs.store_group`).
-    scales = groups.abs().amax(-1) * (1 / 127)
-    # A group of zeros has no scale to divide by.
-    inverse = torch.where(scales > 0, 1 / scales, 0)
-    codes = (groups * inverse.unsqueeze(-1)).round_().add_(_Q8_ZERO).to(torch.uint8)
-    panels, groups_per_row = len(weight) // LANES, groups.shape[1]
-    packed = torch.empty((panels, groups_per_row, Q8_WEIGHT_BYTES), dtype=torch.uint8)
-    lanes = codes.view(panels, LANES, groups_per_row, GROUP // LANE_BYTES, LANE_BYTES).permute(0, 2, 3, 1, 4)
-    packed[..., : GROUP * LANES] = lanes.reshape(panels, groups_per_row, -1)
-    by_panel = scales.view(panels, LANES, groups_per_row).permute(0, 2, 1).contiguous()
-    packed[..., GROUP * LANES :] = by_panel.view(torch.uint8)
-    return packed

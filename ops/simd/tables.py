@@ -54,10 +54,6 @@ class StepField(IntEnum):
     WIDTH_TILES = auto()
     GATE_UP_TILES = auto()
     LOGITS_TILES = auto()
-    WIDTH_PANEL_BYTES = auto()
-    """From one panel of 16 columns to the next, by what is summed over."""
-    ATTENDED_PANEL_BYTES = auto()
-    ACT_PANEL_BYTES = auto()
     # The step.
     TOKENS = auto()
     """Rows of x."""
@@ -95,6 +91,7 @@ class StepField(IntEnum):
     SCRATCH = auto()
     OUTPUT_NORM = auto()
     OUTPUT_WEIGHTS = auto()
+    OUTPUT_PANEL_BYTES = auto()
     # A copy.
     COPY_PAGES = auto()
     COPY_LAYERS = auto()
@@ -116,6 +113,8 @@ class LayerField(IntEnum):
 
     ATTENTION_NORM = 0
     QKV = auto()
+    QKV_PANEL_BYTES = auto()
+    """From one panel of 16 columns to the next."""
     QKV_BIAS = auto()
     QUERY_NORM = auto()
     KEY_NORM = auto()
@@ -124,10 +123,13 @@ class LayerField(IntEnum):
     WINDOW = auto()
     """A token sees itself and so many - 1 before it; 0: all."""
     OUTPUT = auto()
+    OUTPUT_PANEL_BYTES = auto()
     AFTER_ATTENTION = auto()
     MLP_NORM = auto()
     GATE_UP = auto()
+    GATE_UP_PANEL_BYTES = auto()
     DOWN = auto()
+    DOWN_PANEL_BYTES = auto()
     AFTER_MLP = auto()
 
 

@@ -35,7 +35,6 @@ from headrace.ops.simd.instructions import (
     f32x16,
     fused,
     host_features,
-    i8,
     i32,
     i32x16,
     i64,
@@ -58,8 +57,10 @@ PANELS: Final = 4
 AHEAD_PANELS: Final = 2
 """Panels that a tile brings to the cache for a later one."""
 TILE_COLUMNS: Final = PANELS * LANES
-Q8_WEIGHT_BYTES: Final = GROUP * LANES + VECTOR_BYTES
-"""A group of a panel: 8 lanes of 16 columns, as unsigned bytes (value + 128), and 16 float32 scales."""
+Q8_WEIGHT_BYTES: Final = GROUP // 2 * LANES + 2 * VECTOR_BYTES
+"""A plane of a group of a panel: 4 lanes of 16 columns with 8 codes each, 16 float32 scales, and 16 offsets."""
+_CODE_SHIFTS: Final = (3, -1, -5, -9)
+"""To the left, for each of a lane's four pairs of codes: to where bfloat16 has the highest bits of its fraction."""
 
 Sums = list[list[Value]]
 """[rows][panels] of F32x16."""
@@ -97,18 +98,11 @@ def _second_of_pair(b: Builder, lanes: Value) -> Value:
     return b.bitcast(b.and_(lanes, every_int(-65536)), f32x16)
 
 
-def _dot_int8(b: Builder, total: Value, row: Value, panel: Value) -> Value:
-    """int32 `total` + the products of four signed bytes of `row` and four unsigned ones of `panel`."""
-    if "avx512vnni" in host_features():
-        quads = ir.VectorType(i8, 4 * LANES)
-        name = "llvm.x86.avx512.vpdpbusd.512"
-        # Until LLVM 20 the operands are vectors of int32; later of int8.
-        return call(b, name, i32x16, [total, b.bitcast(panel, quads), b.bitcast(row, quads)])
-    for byte in range(4):
-        signed = b.ashr(b.shl(row, every_int(24 - 8 * byte)), every_int(24))
-        unsigned = b.and_(b.lshr(panel, every_int(8 * byte)), every_int(255))
-        total = b.add(total, b.mul(signed, unsigned))
-    return total
+def _pair_of_codes(b: Builder, lanes: Value, number: int) -> Value:
+    """Two codes of each lane as bfloat16: 16 + code, whose bits are those of 16 and the code itself."""
+    by = _CODE_SHIFTS[number]
+    moved = b.shl(lanes, every_int(by)) if by > 0 else b.lshr(lanes, every_int(-by))
+    return b.or_(b.and_(moved, every_int(0x00780078)), every_int(0x41804180))
 
 
 def _accumulate(
@@ -146,37 +140,45 @@ def _accumulate(
 def _accumulate_groups(
     b: Builder,
     groups: Value,
+    planes: Value,
     rows: Sequence[Value],
     panels: Sequence[Value],
     ahead: Sequence[Value],
     start: Sums,
 ) -> Sums:
-    """The same for Q8: sums of a group are exact in int32, then scaled and added to the float32 sums."""
+    """The same for Q8: a plane's sum of inputs · (16 + code) is scaled, and the inputs' sum times the offset added.
+
+    `planes`: of all `groups`, as many or twice as many.
+    """
+    halves = b.zext(b.icmp_signed(">", planes, groups), i64)
 
     def body(k: Value, flat: list[Value]) -> list[Value]:
-        row_at, panel_at = b.mul(k, const(Q8_GROUP_BYTES)), b.mul(k, const(Q8_WEIGHT_BYTES))
+        row_at, panel_at = b.mul(b.lshr(k, halves), const(Q8_GROUP_BYTES)), b.mul(k, const(Q8_WEIGHT_BYTES))
         here = [b.add(row, row_at) for row in rows]
         beside = [b.add(panel, panel_at) for panel in panels]
         for address in ahead:
             for line in range(0, Q8_WEIGHT_BYTES, VECTOR_BYTES):
                 emit_prefetch(b, offset(b, b.add(address, panel_at), line))
-        # The weights' bytes are 128 too high: the sum starts 128 times the inputs' sum too low.
-        exact = [[spread(b, load_from(b, offset(b, row, GROUP + 4), i32))] * len(panels) for row in here]
-        for lane in range(GROUP // 4):
-            vectors = [load_from(b, offset(b, panel, lane * VECTOR_BYTES), i32x16) for panel in beside]
-            for at, row in enumerate(here):
-                inputs = spread(b, load_from(b, offset(b, row, lane * LANE_BYTES), i32))
-                exact[at] = [_dot_int8(b, total, inputs, vector) for total, vector in zip(exact[at], vectors)]
-        scales = [load_from(b, offset(b, panel, GROUP * LANES), f32x16) for panel in beside]
+        sums = [[every_lane(0.0)] * len(panels) for _ in rows]
+        for lane in range(4):
+            codes = [load_from(b, offset(b, panel, lane * VECTOR_BYTES), i32x16) for panel in beside]
+            for pair in range(4):
+                weights = [_pair_of_codes(b, lanes, pair) for lanes in codes]
+                for at, row in enumerate(here):
+                    inputs = spread(b, load_from(b, offset(b, row, (4 * lane + pair) * LANE_BYTES), i32))
+                    sums[at] = [_dot(b, types.uint16, total, inputs, two) for total, two in zip(sums[at], weights)]
+        scales, offsets = (
+            [load_from(b, offset(b, panel, (4 + part) * VECTOR_BYTES), f32x16) for panel in beside] for part in (0, 1)
+        )
         totals = []
         for at, row in enumerate(here):
-            scale = spread(b, load_from(b, offset(b, row, GROUP), f32))
+            whole = spread(b, load_from(b, offset(b, row, GROUP * 2), f32))
             for panel in range(len(panels)):
-                factor = b.fmul(scales[panel], scale)
-                totals.append(fused(b, b.sitofp(exact[at][panel], f32x16), factor, flat[at * len(panels) + panel]))
+                before = fused(b, whole, offsets[panel], flat[at * len(panels) + panel])
+                totals.append(fused(b, sums[at][panel], scales[panel], before))
         return totals
 
-    flat = loop(b, groups, [total for row in start for total in row], body)
+    flat = loop(b, planes, [total for row in start for total in row], body)
     return [flat[at : at + len(panels)] for at in range(0, len(flat), len(panels))]
 
 
@@ -211,7 +213,8 @@ def product_tile(
     out: Value,
     out_bytes: Value,
 ) -> None:
-    """1 to 6 rows times 64 columns → float32 [rows, 64]. `steps`: lanes along the sum; groups in Q8.
+    """1 to 6 rows times 64 columns → float32 [rows, 64]. `steps`: lanes along the sum; groups in Q8, whose planes
+    `panel_bytes` counts.
 
     `ahead`: two panels to bring to the cache meanwhile.
     """
@@ -224,7 +227,8 @@ def product_tile(
             later = _addresses(b, ahead, panel_bytes, AHEAD_PANELS) if first == 0 else []
             start = _nothing(height, width)
             if element == types.int8:
-                sums = _accumulate_groups(b, steps, inputs, panels, later, start)
+                planes = b.sdiv(panel_bytes, const(Q8_WEIGHT_BYTES))
+                sums = _accumulate_groups(b, steps, planes, inputs, panels, later, start)
             else:
                 sums = _accumulate(b, element, steps, inputs, panels, later, const(VECTOR_BYTES), start)
             _keep(b, sums, outputs, first)

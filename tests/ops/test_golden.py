@@ -149,7 +149,7 @@ def test_b24_in_bfloat16_and_q8_ids_are_the_same_alone_and_batched_in_chunks(
 
 @pytest.mark.parametrize(
     ("kernels", "quantization", "least"),
-    [("torch", "none", 0.975), ("compiled", "none", 0.98), ("compiled", "q8", 0.97)],
+    [("torch", "none", 0.975), ("compiled", "none", 0.98), ("compiled", "q8", 0.98)],
 )
 def test_bfloat16_and_q8_agree_with_the_reference_on_nearly_every_id(
     model_file: Path, kernels: str, quantization: str, least: float

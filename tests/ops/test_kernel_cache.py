@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.ops.simd.compiler import _writable
+from headrace.ops.simd.compiler import KEPT_VERSIONS, _prune, _writable
 
 PREPARE = """
 import sys
@@ -42,3 +43,14 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start_and_says_so(
     with caplog.at_level(logging.WARNING):
         assert _writable(tmp_path / "file" / "kernels") is None
     assert "every start compiles them anew" in caplog.text
+
+
+def test_versions_that_were_used_longest_ago_are_deleted_and_nothing_else(tmp_path: Path) -> None:
+    names = [f"{number:016x}" for number in range(KEPT_VERSIONS + 2)]
+    for used_s, name in enumerate(names):
+        (tmp_path / name / "package").mkdir(parents=True)
+        os.utime(tmp_path / name, (used_s, used_s))
+    (tmp_path / "notes").mkdir()
+    os.utime(tmp_path / "notes", (0, 0))
+    _prune(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names[2:], "notes"]

@@ -19,11 +19,12 @@ from headrace.ops.simd import vector
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
 from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES, group_bytes, store_group
 from headrace.ops.simd.instructions import LANES, kernel
-from headrace.ops.simd.packing import pack, quantize, round_up
+from headrace.ops.simd.packing import pack, pack_groups, round_up
 from headrace.ops.simd.products import multiply_block
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
 from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
+from headrace.ops.weights.groups import Groups
 
 WITNESSES: Final[dict[torch.dtype, Any]] = {torch.float32: F32, torch.bfloat16: BF16}
 DTYPES: Final = list(WITNESSES)
@@ -78,57 +79,42 @@ def test_bfloat16_is_rounded_to_nearest_even_as_torch_does() -> None:
     assert torch.equal(out[:whole], x[:whole].bfloat16())
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1000), st.floats(1e-20, 1e20))
-@example(0, 0.0)
-def test_a_group_of_int8_is_off_by_half_a_step_at_most(seed: int, size: float) -> None:
-    x = torch.randn(GROUP, generator=torch.Generator().manual_seed(seed)) * size
+def test_a_group_of_q8_is_bfloat16_with_the_sum_of_what_was_rounded() -> None:
+    x = torch.randn(GROUP, generator=torch.Generator().manual_seed(5))
     out = torch.empty(Q8_GROUP_BYTES, dtype=torch.uint8)
     as_inputs(Q8, x.data_ptr(), out.data_ptr(), GROUP)
-    codes = out[:GROUP].view(torch.int8)
-    scale, correction = out[GROUP : GROUP + 4].view(torch.float32), out[GROUP + 4 :].view(torch.int32)
-    assert float((codes * scale - x).abs().max()) <= float(x.abs().max()) / 127 * 0.501
-    assert int(correction) == -128 * int(codes.sum(dtype=torch.int32))
-
-
-def test_a_group_of_int8_with_a_nan_stays_not_a_number() -> None:
-    x = torch.ones(GROUP)
-    x[7] = math.nan
-    out = torch.empty(Q8_GROUP_BYTES, dtype=torch.uint8)
-    as_inputs(Q8, x.data_ptr(), out.data_ptr(), GROUP)
-    assert math.isnan(float(out[GROUP : GROUP + 4].view(torch.float32)))
+    assert torch.equal(out[: GROUP * 2].view(torch.bfloat16), x.bfloat16())
+    torch.testing.assert_close(out[GROUP * 2 :].view(torch.float32)[0], x.bfloat16().float().sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Products
 
 
-def product(x: Tensor, weight: Tensor, element: Any) -> Tensor:
+def product(x: Tensor, weight: Tensor | Groups, element: Any) -> Tensor:
     """By the kernel, a tile at a time; `x` float32."""
     rows, columns = len(x), round_up(x.shape[1], GROUP)
-    packed = quantize(weight) if element is Q8 else pack(weight)
+    packed = pack_groups(weight) if isinstance(weight, Groups) else pack(weight)
     inputs = filled(x, columns)
-    if element is Q8:
-        row_bytes, panel_bytes, steps = (
-            columns // GROUP * Q8_GROUP_BYTES,
-            columns // GROUP * Q8_WEIGHT_BYTES,
-            columns // GROUP,
-        )
+    if isinstance(weight, Groups):
+        width, steps = len(weight.codes), columns // GROUP
+        row_bytes, panel_bytes = steps * Q8_GROUP_BYTES, steps * Q8_WEIGHT_BYTES * weight.bits // 4
         given_rows = torch.empty((rows, row_bytes), dtype=torch.uint8)
         for row, into in zip(inputs, given_rows):
             as_inputs(Q8, row.data_ptr(), into.data_ptr(), columns)
     else:
+        width = len(weight)
         given_rows = inputs.to(weight.dtype)
         row_bytes = columns * weight.itemsize
         panel_bytes, steps = row_bytes * LANES, row_bytes // 4
-    out = torch.full((rows, round_up(len(weight), TILE_COLUMNS)), math.nan)
+    out = torch.full((rows, round_up(width, TILE_COLUMNS)), math.nan)
     for tile in range(out.shape[1] // TILE_COLUMNS):
         here = packed.data_ptr() + tile * 4 * panel_bytes
         to = out.data_ptr() + tile * TILE_COLUMNS * 4
         multiply_block(
             element, given_rows.data_ptr(), row_bytes, rows, here, here, panel_bytes, steps, to, out.shape[1] * 4
         )
-    return out[:, : len(weight)]
+    return out[:, :width]
 
 
 @settings(max_examples=25, deadline=None)
@@ -142,28 +128,35 @@ def test_a_product_is_the_matrix_product_for_any_shape(rows: int, out: int, widt
     torch.testing.assert_close(given_by_kernel, expected, rtol=0, atol=1e-6 * width)
 
 
+def random_groups(out: int, width: int, bits: int, random: torch.Generator) -> Groups:
+    groups = round_up(width, GROUP) // GROUP
+    codes = torch.randint(1 << bits, (out, groups * GROUP), generator=random).to(torch.uint8)
+    return Groups(bits, codes, *(torch.randn((out, groups), generator=random) for _ in range(2)))
+
+
+def values(groups: Groups) -> Tensor:
+    """float64 [out, in]."""
+    _, codes, scales, minimums = groups
+    whole = codes.view(len(codes), -1, GROUP).double() * scales.unsqueeze(-1) + minimums.unsqueeze(-1)
+    return whole.view(len(codes), -1)
+
+
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 130), st.integers(1, 200))
-def test_an_int8_product_is_that_of_its_rounded_operands(rows: int, out: int, width: int) -> None:
+@given(st.integers(1, 20), st.integers(1, 130), st.integers(1, 200), st.sampled_from([4, 8]))
+def test_a_product_of_q8_is_that_of_bfloat16_rows_and_exact_weights(rows: int, out: int, width: int, bits: int) -> None:
     random = torch.Generator().manual_seed(rows * out)
-    x, weight = torch.randn((rows, width), generator=random), torch.randn((out, width), generator=random)
-    expected = rounded(x).double() @ rounded(weight).double().T
-    torch.testing.assert_close(product(x, weight, Q8).double(), expected, rtol=0, atol=1e-5 * width)
-
-
-def rounded(x: Tensor) -> Tensor:
-    """To int8 in groups of 32 with a common scale, and back."""
-    groups = filled(x, round_up(x.shape[1], GROUP)).view(len(x), -1, GROUP)
-    # A quotient or a product, either may be right by half a digit: where a number lies between two steps that decides.
-    scales = groups.abs().amax(-1, keepdim=True) * (1 / 127)
-    return ((groups * torch.where(scales > 0, 1 / scales, 0)).round() * scales).view(len(x), -1)[:, : x.shape[1]]
+    x, weight = torch.randn((rows, width), generator=random), random_groups(out, width, bits, random)
+    expected = x.bfloat16().double() @ values(weight)[:, :width].T
+    torch.testing.assert_close(product(x, weight, Q8).double(), expected, rtol=0, atol=1e-6 * width * (1 << bits))
 
 
 @pytest.mark.parametrize("element", [F32, BF16, Q8], ids=["float32", "bfloat16", "q8"])
 def test_a_row_of_a_product_has_the_same_bits_whatever_is_beside_it(element: Any) -> None:
     random = torch.Generator().manual_seed(4)
     dtype = torch.bfloat16 if element is BF16 else torch.float32
-    x, weight = torch.randn((33, 96), generator=random).to(dtype), torch.randn((64, 96), generator=random).to(dtype)
+    x = torch.randn((33, 96), generator=random).to(dtype)
+    plain = torch.randn((64, 96), generator=random).to(dtype)
+    weight = random_groups(64, 96, 8, random) if element is Q8 else plain
     together = product(x.float(), weight, element)
     for rows in (1, 2, 3, 5, 8, 13):
         assert torch.equal(product(x[:rows].float(), weight, element), together[:rows])

@@ -6,7 +6,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from bench.peers.load import I32, PAGE_TOKENS, Load, serve
+from bench.sides.load import I32, PAGE_TOKENS, Load, serve
 
 
 class Sglang:

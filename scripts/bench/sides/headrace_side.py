@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.peers.load import I32, PAGE_TOKENS, Load, serve
+from bench.sides.load import I32, PAGE_TOKENS, Load, serve
 
 from headrace.kvcache.cache import Holding, KvCache
 from headrace.kvcache.identity import PrefixKey, namespace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from bench.peers.load import I32, PAGE_TOKENS, Load, serve
+from bench.sides.load import I32, PAGE_TOKENS, Load, serve
 
 
 class _Request:
