@@ -93,10 +93,10 @@ class RadixIndex:
         """The host's pages of `raw` from page `start` on, up to a gap: int32 [groups, n]; changes nothing."""
         if (root := self._roots.get(namespace)) is None:
             return self._none
-        node, _, child, common = self._walk(root, raw)
+        node, pages, child, common = self._walk(root, raw)
         path = path_to(node)[1:] if child is None or not common else [*path_to(node)[1:], child]
         found = np.concatenate([self._none, *host_parts(path, start)], axis=1)
-        return found[:, : len(raw) // self._page_bytes - start]
+        return found[:, : max(0, pages + common - start)]
 
     def acquire(self, namespace: bytes, raw: bytes) -> Match:
         """Lease the longest stored prefix of `raw`."""

@@ -21,8 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -82,14 +80,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The interpreter's kernels can't be compiled, and triton looks when it is imported.
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    jobs = [
-        (arch, variant.name) for arch in options.arch for variant in variants() if variant.short or not options.short
-    ]
+    if options.part:
+        return _compile_part(options)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         # Fresh processes: what this one has imported must not matter.
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            found = [one for batch in pool.map(_compile, *zip(*jobs)) for one in batch]
+        command = [sys.executable, __file__, *(["--short"] if options.short else [])]
+        command += ["--arch", *map(str, options.arch)]
+        parts = [
+            subprocess.Popen([*command, "--part", str(part), str(options.jobs)], stdout=subprocess.PIPE)
+            for part in range(options.jobs)
+        ]
+        outputs = [part.communicate()[0] for part in parts]
+    if any(part.returncode for part in parts):
+        raise SystemExit("a process that compiled kernels has failed: see above")
+    found = [one for output in outputs for one in msgspec.json.decode(output, type=list[Compiled])]
     _print(found)
     if options.json:
         Path(options.json).write_text(json.dumps(msgspec.to_builtins(found), indent=1))
@@ -99,12 +104,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
+def _compile_part(options: argparse.Namespace) -> int:
+    """Every so manieth of what is to be compiled, as JSON to standard output."""
+    part, parts = options.part
+    jobs = [
+        (arch, variant.name) for arch in options.arch for variant in variants() if variant.short or not options.short
+    ]
+    found = [one for job in jobs[part::parts] for one in _compile(*job)]
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--short", action="store_true", help="one variant of each kernel")
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED_BYTES), default=sorted(SHARED_BYTES))
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     parser.add_argument("--json", metavar="FILE", help="write the table there too")
+    parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     return parser
 
 

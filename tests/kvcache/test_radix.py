@@ -412,6 +412,16 @@ def on_host(index: RadixIndex, tokens: bytes, first: int) -> None:
     assert index.insert_host(ROOT, tokens, 0, numbers(first, count)).all()
 
 
+def test_the_hosts_run_of_a_prefix_ends_where_another_goes_on_in_the_same_node() -> None:
+    index = RadixIndex(PAGE, 1)
+    on_host(index, raw(1, 1, 2, 2, 3, 3, 4, 4), 10)
+    other = raw(1, 1, 2, 2, 9, 9, 4, 4)
+    assert index.host_run(ROOT, other)[0].tolist() == [10, 11]
+    assert index.host_run(ROOT, other, 1)[0].tolist() == [11]
+    assert index.host_run(ROOT, other, 3)[0].tolist() == []
+    assert index.host_run(ROOT, raw(1, 1, 2, 2))[0].tolist() == [10, 11]
+
+
 def test_what_somebody_keeps_is_evicted_last_and_yet_holds_nobody_up() -> None:
     index = RadixIndex(PAGE, 1)
     on_host(index, raw(1, 1, 2, 2), 10)
