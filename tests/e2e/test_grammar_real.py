@@ -68,7 +68,8 @@ def samplings(vocabulary: Tokenizer) -> list[SamplingParams]:
         SamplingParams(150, temperature=0.8 * (i % 2), seed=i, grammar=grammar, stop_ids=vocabulary.stop_ids)
         for i, grammar in enumerate(grammars)
     ]
-    return [*drawn, SamplingParams(40, temperature=0.0), SamplingParams(40, temperature=0.8, seed=4)]
+    # Those without go on when the others have ended.
+    return [*drawn, SamplingParams(120, temperature=0.0), SamplingParams(120, temperature=0.8, seed=4)]
 
 
 async def test_b24_structured_output_is_valid_and_the_same_under_any_schedule(
