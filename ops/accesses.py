@@ -44,14 +44,15 @@ def clearing(step: int, group: int, pool: KvPool, pages: I32) -> Operation:
     return Operation(f"clearing in step {step}", [], _all_layers("device pages", group, pool, pages))
 
 
-def attention(batch: ForwardBatch, group: int, pool: KvPool, layer: int) -> Operation:
-    """Writes the KV of the batch's tokens in one layer, and reads all context of its rows."""
+def attention(batch: ForwardBatch, group: int, pool: KvPool, table: I32, layer: int) -> Operation:
+    """Writes the KV of the batch's tokens in one layer, and reads all context of its rows. `table`: as the device has
+    it when it gets there."""
     lengths = np.diff(batch.row_start)
     read = [
-        pool.table[slot, : -(-kv_len // pool.page_tokens)]
+        table[slot, : -(-kv_len // pool.page_tokens)]
         for slot, kv_len in zip(batch.row_slot.tolist(), batch.row_kv_len.tolist())
     ]
-    written = pool.table[np.repeat(batch.row_slot, lengths), batch.positions // pool.page_tokens]
+    written = table[np.repeat(batch.row_slot, lengths), batch.positions // pool.page_tokens]
     return Operation(
         f"attention of step {batch.step}, layer {layer}",
         [_pages("device pages", group, layer, np.concatenate(read))],

@@ -21,14 +21,11 @@ from typing import Final, Literal, TypeAlias
 import torch
 
 from headrace.ops import accesses
-from headrace.ops.device import device_name, prepare_cpu
-from headrace.ops.kv_copy import HostPages
-from headrace.ops.kv_pool import KvPool
-from headrace.ops.models.model import Model
-from headrace.ops.models.registry import load_compiled, load_model
-from headrace.ops.sampler import Sampler
-from headrace.ops.step import BackedUp, Sampled, StepRunner
-from headrace.ops.streams import Streams, cpu_streams
+from headrace.ops.backend import Backend, CannotServe
+from headrace.ops.cpu_backend import CpuBackend
+from headrace.ops.models.config import ModelConfig
+from headrace.ops.runner import BackedUp, Sampled
+from headrace.ops.streams import Streams
 from headrace.ops.warm_up import measure_steps
 from headrace.ops.wire import (
     Backup,
@@ -39,7 +36,6 @@ from headrace.ops.wire import (
     GroupShape,
     Loaded,
     MakePools,
-    Progress,
     Ready,
     Refused,
     Reply,
@@ -52,11 +48,6 @@ from headrace.ops.wire import (
 
 Phase: TypeAlias = Literal["new", "loaded", "ready", "failed"]
 
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-QUANTIZATIONS: Final = ("none", "q8")
-PROGRESS_STEPS: Final = 50
-"""Messages that a load sends at most."""
-
 TOUCH_MS: Final = 100.0
 """For making pool memory real before `Ready`: 1 GiB where memory is at hand. The rest comes when the worker idles."""
 IDLE_SLICE_MS: Final = 1.0
@@ -64,10 +55,6 @@ IDLE_SLICE_MS: Final = 1.0
 SKIPPED: Final = "skipped: an earlier step failed"
 
 _log: Final = logging.getLogger("headrace.worker")
-
-
-class CannotServe(Exception):
-    """The settings do not fit the model or this machine; the message says what to change."""
 
 
 class DeviceWorker:
@@ -80,11 +67,11 @@ class DeviceWorker:
         host_pool: mmap.mmap | bytearray | None = None,
         streams: Streams | None = None,
     ) -> None:
-        """`streams`: None for a CPU's."""
+        """`streams`: None for the device's own."""
         self._reply = reply
         self._ring_buffer = ring
         self._host_buffer = host_pool
-        self._streams = streams or cpu_streams()
+        self._given_streams = streams
         self._phase: Phase = "new"
         self._forwarded: int | None = None
         """A step that waits for its `Sample`."""
@@ -129,7 +116,7 @@ class DeviceWorker:
     def idle(self) -> bool:
         """Do a little of what can wait, while there is no command; → whether something is left."""
         with torch.inference_mode():
-            return self._phase == "ready" and not all(pool.memory.touch(IDLE_SLICE_MS) for pool in self._pools)
+            return self._phase == "ready" and not all(pool.touch(IDLE_SLICE_MS) for pool in self._pools)
 
     def _expect(self, command: Command, *phases: Phase) -> None:
         if self._phase not in phases:
@@ -140,8 +127,10 @@ class DeviceWorker:
 
     def _start(self, start: Start) -> None:
         try:
-            self._model = self._load(start)
-            check_start(start, self._model)
+            self._backend = open_backend(start, self._reply, self._given_streams)
+            self._streams = self._backend.streams
+            self._model = self._backend.load(start)
+            check_start(start, self._model.config)
             self._ring = BatchRing(self._ring_buffer, start.ring)
         except (CannotServe, ValueError, OSError) as problem:
             self._refuse(str(problem))
@@ -151,89 +140,26 @@ class DeviceWorker:
             return
         self._start_command = start
         self._phase = "loaded"
-        self._reply(Loaded(weights_bytes=self._model.size_bytes, free_bytes=0))
-
-    def _load(self, start: Start) -> Model:
-        if start.dtype not in DTYPES:
-            raise CannotServe(f"--dtype {start.dtype} is not supported: use {' or '.join(DTYPES)}")
-        if start.quantization not in QUANTIZATIONS or (start.quantization != "none" and start.kernels != "compiled"):
-            raise CannotServe(
-                f"--quantization {start.quantization} is not supported with --cpu-kernels {start.kernels}: use none"
-            )
-        reported = 0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal reported
-            if done == total or (done - reported) * PROGRESS_STEPS >= total:
-                reported = done
-                self._reply(Progress("weights", done, total))
-
-        dtype, quantized = DTYPES[start.dtype], start.quantization == "q8"
-        if start.kernels == "torch":
-            prepare_cpu(start.threads)
-            return load_model(start.model_path, dtype, start.max_context_tokens, progress)
-        # torch only draws ids: its threads would wait for work by spinning, on the cores of the kernels' threads.
-        prepare_cpu(1)
-        self._compile(start)
-        threads = start.threads
-        return load_compiled(start.model_path, dtype, quantized, start.max_context_tokens, threads, progress)
-
-    def _compile(self, start: Start) -> None:
-        try:
-            from headrace.ops.simd.compiler import prepare
-        except ImportError as problem:
-            raise CannotServe(
-                f"the compiled kernels need numba, which can't be imported ({problem}). Install it, or give "
-                "--cpu-kernels torch"
-            ) from problem
-        kv: Final = "float32" if start.dtype == "float32" else "bfloat16"
-        prepare(
-            "q8" if start.quantization == "q8" else kv,
-            kv,
-            start.kernel_cache,
-            self._tell_compiling,
-        )
-
-    def _tell_compiling(self, done: int, total: int) -> None:
-        """A line for each tenth: it takes 10 to 20 s, once."""
-        if done * 10 // total > (done - 1) * 10 // total:
-            share = done * 100 // total // 10 * 10
-            self._reply(Progress(f"compiling kernels for this CPU, once: {share} %", done, total))
+        self._reply(Loaded(weights_bytes=self._model.size_bytes, free_bytes=self._backend.free_bytes))
 
     def _make_pools(self, command: MakePools) -> None:
         start = self._start_command
         try:
-            pools = [
-                KvPool(shape, pages, start.page_tokens, start.max_slots, start.max_context_tokens, DTYPES[start.dtype])
-                for shape, pages in zip(start.groups, command.num_pages, strict=True)
-            ]
-            host = self._host_pages(start, pools)
-            sampler = Sampler(start.max_slots, start.ring.vocab)
-            for pool in pools:
-                pool.memory.touch(TOUCH_MS)
+            made = self._backend.make_runner(start, command.num_pages, self._ring_buffer, self._host_buffer)
+            for pool in made.pools:
+                pool.touch(TOUCH_MS)
         except CannotServe as problem:
             self._refuse(str(problem))
             return
-        except (MemoryError, OSError) as problem:
+        except (MemoryError, OSError, torch.OutOfMemoryError) as problem:
             self._refuse(f"the KV pool could not be allocated: {problem}. Lower --max-total-tokens")
             return
-        self._pools = pools
-        self._runner = StepRunner(self._model, pools, sampler, host, self._streams)
+        self._pools, self._runner = made
         costs = []
         if command.warm_up_tokens:
-            costs = measure_steps(self._runner, pools, start.ring.vocab, command.warm_up_tokens)
+            costs = measure_steps(self._runner, self._pools, start.ring.vocab, command.warm_up_tokens)
         self._phase = "ready"
-        numerics = "row-exact" if start.kernels == "compiled" else start.dtype
-        self._reply(Ready(costs, device_name(start.threads), numerics))
-
-    def _host_pages(self, start: Start, pools: list[KvPool]) -> HostPages | None:
-        if self._host_buffer is None or not start.host_slot_bytes:
-            return None
-        for pool in pools:
-            page_bytes = len(pool.shape.layers) * pool.layer_elements * pool.pages.element_size()
-            if page_bytes > start.host_slot_bytes:
-                raise CannotServe(f"a page takes {page_bytes} bytes, a slot of the host pool {start.host_slot_bytes}")
-        return HostPages(self._host_buffer, start.host_slot_bytes, DTYPES[start.dtype], self._model.copy_pages)
+        self._reply(Ready(costs, self._backend.name(start), self._backend.numerics(start)))
 
     def _refuse(self, message: str) -> None:
         self._reply(Refused(message))
@@ -299,9 +225,22 @@ class DeviceWorker:
         self._reply(StepFailed(step, f"{type(problem).__name__}: {problem}"))
 
 
-def check_start(start: Start, model: Model) -> None:
+def open_backend(start: Start, reply: Callable[[Reply], None], streams: Streams | None) -> Backend:
+    """Whoever computes as the server wants it. Raises CannotServe where that can't be here."""
+    if start.kernels != "triton":
+        return CpuBackend(reply, streams)
+    try:
+        from headrace.ops.cuda.backend import CudaBackend
+    except ImportError as problem:
+        raise CannotServe(
+            f"--device cuda needs triton, which can't be imported ({problem}). Install headrace[cuda], or give "
+            "--device cpu"
+        ) from problem
+    return CudaBackend(start, reply, streams)
+
+
+def check_start(start: Start, config: ModelConfig) -> None:
     """The server planned with the file's header; its plan and the loaded model must agree. Raises CannotServe."""
-    config = model.config
     if start.max_context_tokens > config.context_tokens:
         raise CannotServe(
             f"--context-length {start.max_context_tokens} is longer than the {config.context_tokens} tokens that the"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -85,6 +86,14 @@ class HostPages:
         """`[pages, count, elements]`: the parts of the group's layers from `first` on, in every page."""
         parts = self._slots[:, first * elements : (first + count) * elements]
         return parts.view(len(parts), count, elements)
+
+    def load(self, pool: KvPool, host_pages: I32, device_pages: I32) -> PageLoad:
+        """As `step_copies.Copier`."""
+        return PageLoad(pool, self, host_pages, device_pages)
+
+    def back_up(self, pool: KvPool, device_pages: list[int], host_pages: list[int]) -> Callable[[], None]:
+        """The same."""
+        return partial(back_up, pool, self, device_pages, host_pages)
 
 
 class PageLoad:

@@ -18,6 +18,7 @@ end    with the process
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 import torch
@@ -26,22 +27,35 @@ from torch import Tensor
 from headrace.ops.wire import I32, GroupShape
 from headrace.ops.zeroed_memory import ZeroedMemory
 
+CPU: Final = torch.device("cpu")
+
 
 class KvPool:
     """Pages and page table of one group."""
 
     def __init__(
-        self, shape: GroupShape, num_pages: int, page_tokens: int, slots: int, context_tokens: int, dtype: torch.dtype
+        self,
+        shape: GroupShape,
+        num_pages: int,
+        page_tokens: int,
+        slots: int,
+        context_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
     ) -> None:
-        """Raises OSError when memory lacks."""
+        """The table is the host's on any device. Raises OSError, or torch.OutOfMemoryError, when memory lacks."""
         self.shape = shape
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         dimensions = (len(shape.layers), num_pages, 2, shape.kv_heads, page_tokens, shape.head_dim)
         # Zeros: attention reads pages to their end, and must not meet a NaN there. The first pages, of all layers, are
         # real first: the server hands them out first.
-        self.memory = ZeroedMemory(math.prod(dimensions) * dtype.itemsize, parts=dimensions[0])
-        self.pages = torch.frombuffer(self.memory.mapping, dtype=dtype).view(dimensions)
+        self._memory: ZeroedMemory | None = None
+        if device.type == "cpu":
+            self._memory = ZeroedMemory(math.prod(dimensions) * dtype.itemsize, parts=dimensions[0])
+            self.pages = torch.frombuffer(self._memory.mapping, dtype=dtype).view(dimensions)
+        else:
+            self.pages = torch.zeros(dimensions, dtype=dtype, device=device)
         self.table: I32 = np.full((slots, -(-context_tokens // page_tokens)), -1, np.int32)
 
     @property
@@ -57,6 +71,15 @@ class KvPool:
     def by_page(self) -> Tensor:
         """`[num_pages, layers, layer_elements]`"""
         return self.pages.view(len(self.shape.layers), self.num_pages, -1).transpose(0, 1)
+
+    def touch(self, budget_ms: float) -> bool:
+        """Make more of what the system has only promised real, for about so long; → whether all of it is."""
+        return self._memory is None or self._memory.touch(budget_ms)
+
+    def touch_first(self, pages: int) -> None:
+        """The same for so many pages, all of them now; they must be free."""
+        if self._memory is not None:
+            self.clear(np.arange(pages, dtype=np.int32))
 
     def forget(self, slots: I32) -> None:
         """Take all pages out of the tables of these slots: a request begins in each of them."""

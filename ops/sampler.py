@@ -57,7 +57,7 @@ class Sampler:
 
     def begin(self, batch: ForwardBatch) -> None:
         """Apply the batch's slot inits. Raises ValueError for ids or slots that do not exist."""
-        self._check(batch)
+        check_inits(batch, *self._prompt.shape)
         ids_at = biases_at = 0
         for slot, ints, floats in zip(batch.init_slot.tolist(), batch.init_ints, batch.init_floats):
             self._forget(slot)
@@ -118,19 +118,6 @@ class Sampler:
         results.ids[:count] = drawn
         if raw is not None:
             self._report(raw, reporting, slots, ids, results)
-
-    def _check(self, batch: ForwardBatch) -> None:
-        counts = batch.counts
-        for name, values, end in (
-            ("slot", batch.init_slot, len(self._ints)),
-            ("token id", batch.init_ids, self._vocab),
-        ):
-            if len(values) and (values.min() < 0 or values.max() >= end):
-                raise ValueError(f"a slot init has a {name} outside 0..{end - 1}")
-        lengths = batch.init_ints[:, _INT["prompt_len"] :]
-        ids, biases = int(lengths.sum()), int(lengths[:, 2].sum())
-        if (lengths < 0).any() or ids != counts.init_ids or biases != counts.init_biases:
-            raise ValueError("the lengths of the slot inits do not add up to their ids and biases")
 
     def _forget(self, slot: int) -> None:
         """What an overrun step of the slot's last request left must not reach the next one."""
@@ -198,3 +185,18 @@ class Sampler:
             top_ids, top_logprobs = best_log_probabilities(raw, min(MAX_LOGPROBS, self._vocab))
             results.top_ids[reporting, : top_ids.shape[1]] = top_ids.numpy()
             results.top_logprobs[reporting, : top_ids.shape[1]] = top_logprobs.numpy()
+
+
+def check_inits(batch: ForwardBatch, slots: int, vocab: int) -> None:
+    """Raises ValueError for slot inits whose ids, slots or lengths can't be."""
+    counts = batch.counts
+    for name, values, end in (
+        ("slot", batch.init_slot, slots),
+        ("token id", batch.init_ids, vocab),
+    ):
+        if len(values) and (values.min() < 0 or values.max() >= end):
+            raise ValueError(f"a slot init has a {name} outside 0..{end - 1}")
+    lengths = batch.init_ints[:, _INT["prompt_len"] :]
+    ids, biases = int(lengths.sum()), int(lengths[:, 2].sum())
+    if (lengths < 0).any() or ids != counts.init_ids or biases != counts.init_biases:
+        raise ValueError("the lengths of the slot inits do not add up to their ids and biases")

@@ -59,7 +59,8 @@ class StepKv:
         pool, index = self.place(layer)
         if layer in self._arrivals:
             self._compute.wait(self._arrivals[layer])
-        self._compute.uses(partial(accesses.attention, self.batch, self._places[layer][0], pool, index))
+        group = self._places[layer][0]
+        self._compute.uses(partial(accesses.attention, self.batch, group, pool, pool.table, index))
         return pool, index
 
     def attend(self, layer: int, qkv: Tensor, scores: Scores) -> Tensor:

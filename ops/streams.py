@@ -27,7 +27,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from headrace.ops.wire import I32
 
@@ -59,7 +59,14 @@ class Event(Protocol):
         """Between two events that `query` has said are done."""
 
 
-class Stream(Protocol):
+class Actor(Protocol):
+    """Whoever touches memory."""
+
+    def uses(self, operation: Callable[[], Operation]) -> None:
+        """Declares what it does next. Devices don't ask; streams that check the order of things do."""
+
+
+class Stream(Actor, Protocol):
     """Work in order. What is called from inside work of the same stream happens there and then."""
 
     def run(self, work: Callable[[], None]) -> None:
@@ -71,8 +78,17 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Work from here on begins when `event`, of any stream, is done."""
 
+
+Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
+"""Work of the compute stream that will be done again and again → what does it once. A device may run the work now, and
+keep nothing of it but operations on the same memory: later runs see other bytes, and all else as it was."""
+
+
+class Unseen:
+    """Of whom nobody asks what it does."""
+
     def uses(self, operation: Callable[[], Operation]) -> None:
-        """Declares what comes next in the stream. Devices don't ask; a stream that checks the order of things does."""
+        pass
 
 
 class Streams(NamedTuple):
@@ -81,6 +97,9 @@ class Streams(NamedTuple):
     compute: Stream
     load: Stream
     backup: Stream
+    host: Actor = Unseen()
+    """The worker's thread, where it touches memory that streams touch too."""
+    capture: Capture = lambda work: work
 
 
 def cpu_streams() -> Streams:
@@ -109,7 +128,7 @@ class CpuEvent:
         self._done_s = time.perf_counter()
 
 
-class CpuStream:
+class CpuStream(Unseen):
     """Work of one thread, at once or put off."""
 
     def __init__(self, *, at_once: bool) -> None:
@@ -129,9 +148,6 @@ class CpuStream:
 
     def wait(self, event: Event) -> None:
         self.run(event.query)
-
-    def uses(self, operation: Callable[[], Operation]) -> None:
-        pass
 
     def run_next(self) -> None:
         """One piece of what was put off."""

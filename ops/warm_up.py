@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from headrace.ops.kv_pool import KvPool
-from headrace.ops.step import StepRunner
+from headrace.ops.runner import Runner
 from headrace.ops.wire import (
     INIT_FLOATS,
     INIT_INTS,
@@ -54,16 +54,14 @@ class StepShape(NamedTuple):
 class StepProbe:
     """Runs steps of given shapes, sampling included, in slots and pages that no request has yet."""
 
-    def __init__(
-        self, runner: StepRunner, pools: list[KvPool], vocab: int, shapes: list[StepShape], pages: int
-    ) -> None:
+    def __init__(self, runner: Runner, pools: list[KvPool], vocab: int, shapes: list[StepShape], pages: int) -> None:
         """`shapes`: all that will be run; `pages`: how many they may use."""
         self._runner = runner
         self._pools = pools
         self._pages = min(pages, *(pool.num_pages for pool in pools))
         for pool in pools:
             # Memory that is touched for the first time would be measured with the steps.
-            pool.clear(np.arange(self._pages, dtype=np.int32))
+            pool.touch_first(self._pages)
         geometry = RingGeometry(
             slots=1,
             max_batch_bytes=max(batch_bytes(_counts(shape, pools)) for shape in shapes),
@@ -91,7 +89,7 @@ class StepProbe:
 
 
 def measure_steps(
-    runner: StepRunner, pools: list[KvPool], vocab: int, largest_chunk_tokens: int, budget_ms: float = BUDGET_MS
+    runner: Runner, pools: list[KvPool], vocab: int, largest_chunk_tokens: int, budget_ms: float = BUDGET_MS
 ) -> list[StepCost]:
     """Run a few steps → what each took; of the first `ESSENTIAL` none is left out."""
     began = time.perf_counter()

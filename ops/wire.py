@@ -113,7 +113,10 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     host_slot_bytes: int = 0
     """Stride of a page in the host pool, 0 without one (its memfd is passed at spawn)."""
     kernels: str = "torch"
-    """"compiled" (`ops.simd`) or "torch": who computes the layers; they lay a page's bytes out differently."""
+    """"compiled" (`ops.simd`), "torch" or "triton" (`ops.cuda`): who computes the layers. Pages of one are no other's:
+    the first lays bytes out in its own way, and each rounds differently."""
+    device: str = "cpu"
+    """"cuda", only with "triton"; or "cpu"."""
     kernel_cache: str = ""
     """Folder of compiled code; empty: none is kept."""
 
@@ -225,7 +228,7 @@ class BackupDone(msgspec.Struct, tag="backed_up", frozen=True):
 
     transfer: int
     copy_ms: float = 0.0
-    """What the copy took, in which no step ran; 0 where it delays none."""
+    """What the copy took of the worker's thread, in which no step ran or was launched."""
 
 
 Reply: TypeAlias = Progress | Loaded | Ready | Refused | StepDone | StepFailed | BackupDone

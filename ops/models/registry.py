@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from headrace.ops.models.decoder import Decoder
 from headrace.ops.models.model import Model
 from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.weights.files import open_model_file
+
+if TYPE_CHECKING:
+    from headrace.ops.cuda.decoder import DeviceDecoder
 
 
 def load_model(path: str, dtype: torch.dtype, context_tokens: int, progress: Callable[[int, int], None]) -> Model:
@@ -23,6 +27,23 @@ def load_model(path: str, dtype: torch.dtype, context_tokens: int, progress: Cal
     with open_model_file(path) as file:
         config = read_config(file)
         return Decoder(StoredWeights(file, config, dtype, progress), config, context_tokens)
+
+
+def load_on_device(
+    path: str,
+    dtype: torch.dtype,
+    context_tokens: int,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+) -> DeviceDecoder:
+    """The same for a card, tensor by tensor: what the host holds of them is one at a time. Raises ValueError for a
+    model whose layers are not Llama's."""
+    from headrace.ops.cuda.decoder import DeviceDecoder, check_layers  # triton
+
+    with open_model_file(path) as file:
+        config = read_config(file)
+        check_layers(config)
+        return DeviceDecoder(StoredWeights(file, config, dtype, progress), config, context_tokens, device)
 
 
 def load_compiled(

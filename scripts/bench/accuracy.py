@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.sides.environments import Environment, Unavailable, llama_cpp
 from bench.sides.servers import models
 
+from headrace.ops.backend import DTYPES
 from headrace.ops.device import prepare_cpu
-from headrace.ops.device_worker import DTYPES
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.ops.backend import DTYPES
 from headrace.ops.device import device_name, prepare_cpu
-from headrace.ops.device_worker import DTYPES
 from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.registry import load_model

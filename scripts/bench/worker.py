@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 import torch
 
+from headrace.ops.backend import DTYPES
 from headrace.ops.device import device_name, prepare_cpu
-from headrace.ops.device_worker import DTYPES
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model

@@ -18,6 +18,8 @@ from headrace.ops.device_worker import DeviceWorker
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models import architectures
 from headrace.ops.models.config import ModelConfig
+from headrace.ops.models.model import Model
+from headrace.ops.step import StepRunner
 from headrace.ops.streams import Streams
 from headrace.ops.weights.files import open_model_file
 from headrace.ops.wire import (
@@ -122,6 +124,13 @@ class Driver:
         self._inits: list[SlotInit] = []
         self._edits: list[tuple[int, int, int]] = []
         self._sampled: dict[int, list[int]] = {}
+
+    @property
+    def model(self) -> Model:
+        """Of a CPU's worker."""
+        runner = self.worker._runner
+        assert isinstance(runner, StepRunner)
+        return runner._model
 
     @property
     def pool(self) -> KvPool:

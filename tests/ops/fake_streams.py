@@ -17,6 +17,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from ops.frozen_work import frozen
 from ops.happens_before import Accesses, Clock
 
 from headrace.ops.streams import Event, Operation, Region, Streams
@@ -25,7 +26,7 @@ HOST = "host"
 
 
 class FakeDevice:
-    """Three streams and the host. As a context manager, so that no thread outlives the test."""
+    """Three streams, and the host among the actors. As a context manager, so that no thread outlives the test."""
 
     def __init__(self, seed: int) -> None:
         self.accesses = Accesses()
@@ -41,7 +42,7 @@ class FakeDevice:
         self._pace = int(self._rng.choice([1, 3, 30]))
         self._all = [FakeStream(self, name) for name in names]
         self.compute, self.load, self.backup = self._all
-        self.streams = Streams(*self._all)
+        self.streams = Streams(self.compute, self.load, self.backup, self, frozen)
 
     def __enter__(self) -> Self:
         return self
@@ -55,6 +56,12 @@ class FakeDevice:
     def host_uses(self, name: str, reads: Sequence[Region] = (), writes: Sequence[Region] = ()) -> None:
         """The host, or whoever acts on its word, touches memory itself."""
         self.accesses.note(HOST, self.clock, Operation(name, reads, writes))
+
+    def uses(self, operation: Callable[[], Operation]) -> None:
+        """The host's, as the worker declares it."""
+        described = operation()
+        self.trace.append(described.name)
+        self.accesses.note(HOST, self.clock, described)
 
     def pass_time(self, event: FakeEvent | None = None) -> None:
         """Let streams go on for a while. Raises AssertionError if nothing can, though somebody waits for `event`."""

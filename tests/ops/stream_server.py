@@ -56,7 +56,9 @@ class Outcome(NamedTuple):
 class StreamServer:
     """Drives one worker through one run. Without `fences` it forgets that pages may still be in use."""
 
-    def __init__(self, model: Path, seed: int, device: Device | None, *, fences: bool = True) -> None:
+    def __init__(
+        self, model: Path, seed: int, device: Device | None, *, fences: bool = True, kernels: str = "torch"
+    ) -> None:
         self._rng = np.random.default_rng(seed)
         self._device = device
         self._fences = fences
@@ -69,6 +71,7 @@ class StreamServer:
             host_slot_bytes=HOST_SLOT_BYTES,
             page_tokens=PAGE_TOKENS,
             streams=None if device is None else device.streams,
+            kernels=kernels,
         )
         self._answered: set[tuple[type, int]] = set()
         self._seen = 0

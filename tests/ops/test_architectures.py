@@ -31,16 +31,16 @@ class Watched:
 
     def __init__(self, reference: Reference, **start: Any) -> None:
         self.driver = Driver(reference.folder, num_pages=64, slots=4, **start)
-        model = self.driver.worker._model
+        model: Any = self.driver.worker._model
         inner = model.logits
         self.last = torch.empty(0)
 
         def logits(hidden: Tensor) -> Tensor:
-            given = inner(hidden)
+            given: Tensor = inner(hidden)
             self.last = given.clone()
             return given
 
-        model.logits = logits  # type: ignore[method-assign]
+        model.logits = logits
 
     def prefill(self, slot: int, ids: list[int], chunk_tokens: int) -> Tensor:
         """→ logits after the last of the ids."""

@@ -163,7 +163,7 @@ def test_each_layer_is_loaded_when_it_is_about_to_compute(small_model: Path, ker
     def watch(layer: int) -> None:
         seen.append([layer, *(bool((driver.pool.pages[index, loaded] == 7).all()) for index in range(2))])
 
-    model = driver.worker._model
+    model = driver.model
     forward = model.forward
 
     def watched(ids: torch.Tensor, positions: torch.Tensor, kv: StepKv, keep: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Watched:
 
     def __init__(self, model: Path, mode: Mode, threads: int = 1) -> None:
         self.driver = Driver(model, slots=SLOTS, num_pages=1024, kernels="compiled", threads=threads, **mode._asdict())
-        inner = self.driver.worker._model.logits
+        inner = self.driver.model.logits
         self._last = torch.empty(0)
 
         def logits(hidden: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Watched:
             self._last = given.clone()
             return given
 
-        self.driver.worker._model.logits = logits  # type: ignore[method-assign]
+        self.driver.model.logits = logits  # type: ignore[method-assign]
 
     def after(self, *feeds: Feed) -> Tensor:
         """Logits of the step's last sample."""

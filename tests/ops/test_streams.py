@@ -15,7 +15,8 @@ from ops.slot_inits import SlotInit
 from ops.stream_server import Outcome, StreamServer
 from torch import Tensor
 
-from headrace.ops.step import BackedUp, Sampled, StepRunner
+from headrace.ops.runner import BackedUp, Sampled
+from headrace.ops.step import StepRunner
 from headrace.ops.streams import CpuStream, Event, Operation, Region, Streams, cpu_streams
 from headrace.ops.wire import Backup
 
@@ -267,7 +268,7 @@ def test_operations_touch_no_pages_but_those_they_declare(
 
 
 def test_a_cpu_computes_at_once_and_copies_right_before_the_layer_that_waits() -> None:
-    compute, load, _ = cpu_streams()
+    compute, load, *_ = cpu_streams()
     done: list[str] = []
     events = []
     for layer in range(3):
@@ -290,7 +291,7 @@ def test_a_cpu_computes_at_once_and_copies_right_before_the_layer_that_waits() -
 
 
 def test_a_cpu_backup_is_made_when_it_is_asked_for_and_its_failure_reaches_whoever_asks() -> None:
-    compute, _, backup = cpu_streams()
+    compute, _, backup, *_ = cpu_streams()
     backup.wait(compute.record())
     done: list[str] = []
     backup.run(lambda: done.append("backup"))

@@ -1,0 +1,100 @@
+"""The CPU as a worker's device: compiled kernels, or torch's layers."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Final
+
+from headrace.ops.backend import CannotServe, Made, Weights, check_host_slots, dtype_of, weights_progress
+from headrace.ops.device import device_name, prepare_cpu
+from headrace.ops.kv_copy import HostPages
+from headrace.ops.kv_pool import KvPool
+from headrace.ops.models.model import Model
+from headrace.ops.models.registry import load_compiled, load_model
+from headrace.ops.sampler import Sampler
+from headrace.ops.step import StepRunner
+from headrace.ops.streams import Streams, cpu_streams
+from headrace.ops.wire import Progress, Reply, Start
+
+QUANTIZATIONS: Final = ("none", "q8")
+
+
+class CpuBackend:
+    """A `Backend`."""
+
+    def __init__(self, reply: Callable[[Reply], None], streams: Streams | None) -> None:
+        """`streams`: None for the CPU's own."""
+        self.streams = streams or cpu_streams()
+        self._reply = reply
+
+    @property
+    def free_bytes(self) -> int:
+        return 0
+
+    def name(self, start: Start) -> str:
+        return device_name(start.threads)
+
+    def numerics(self, start: Start) -> str:
+        return "row-exact" if start.kernels == "compiled" else start.dtype
+
+    def load(self, start: Start) -> Weights:
+        self._model = self._load(start)
+        return self._model
+
+    def make_runner(
+        self,
+        start: Start,
+        num_pages: list[int],
+        ring: mmap.mmap | bytearray,
+        host_pool: mmap.mmap | bytearray | None,
+    ) -> Made:
+        dtype = dtype_of(start)
+        pools = [
+            KvPool(shape, pages, start.page_tokens, start.max_slots, start.max_context_tokens, dtype)
+            for shape, pages in zip(start.groups, num_pages, strict=True)
+        ]
+        host = None
+        if host_pool is not None and start.host_slot_bytes:
+            check_host_slots(start, pools)
+            host = HostPages(host_pool, start.host_slot_bytes, dtype, self._model.copy_pages)
+        sampler = Sampler(start.max_slots, start.ring.vocab)
+        return Made(pools, StepRunner(self._model, pools, sampler, host, self.streams))
+
+    def _load(self, start: Start) -> Model:
+        dtype = dtype_of(start)
+        if start.quantization not in QUANTIZATIONS or (start.quantization != "none" and start.kernels != "compiled"):
+            raise CannotServe(
+                f"--quantization {start.quantization} is not supported with --cpu-kernels {start.kernels}: use none"
+            )
+        progress, quantized = weights_progress(self._reply), start.quantization == "q8"
+        if start.kernels == "torch":
+            prepare_cpu(start.threads)
+            return load_model(start.model_path, dtype, start.max_context_tokens, progress)
+        # torch only draws ids: its threads would wait for work by spinning, on the cores of the kernels' threads.
+        prepare_cpu(1)
+        self._compile(start)
+        threads = start.threads
+        return load_compiled(start.model_path, dtype, quantized, start.max_context_tokens, threads, progress)
+
+    def _compile(self, start: Start) -> None:
+        try:
+            from headrace.ops.simd.compiler import prepare
+        except ImportError as problem:
+            raise CannotServe(
+                f"the compiled kernels need numba, which can't be imported ({problem}). Install it, or give "
+                "--cpu-kernels torch"
+            ) from problem
+        kv: Final = "float32" if start.dtype == "float32" else "bfloat16"
+        prepare(
+            "q8" if start.quantization == "q8" else kv,
+            kv,
+            start.kernel_cache,
+            self._tell_compiling,
+        )
+
+    def _tell_compiling(self, done: int, total: int) -> None:
+        """A line for each tenth: it takes 10 to 20 s, once."""
+        if done * 10 // total > (done - 1) * 10 // total:
+            share = done * 100 // total // 10 * 10
+            self._reply(Progress(f"compiling kernels for this CPU, once: {share} %", done, total))

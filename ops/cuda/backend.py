@@ -1,0 +1,96 @@
+"""A card as a worker's device; on request the CPU in its place, for tests of all but the card itself."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+
+from headrace.ops.backend import CannotServe, Made, Weights, check_host_slots, dtype_of, weights_progress
+from headrace.ops.cuda import card
+from headrace.ops.cuda.copies import PinnedPages
+from headrace.ops.cuda.kv import DevicePools
+from headrace.ops.cuda.sampler import DeviceSampler
+from headrace.ops.cuda.step import DeviceStepRunner
+from headrace.ops.cuda.streams import cuda_streams
+from headrace.ops.device import device_name
+from headrace.ops.kv_pool import CPU, KvPool
+from headrace.ops.models.registry import load_on_device
+from headrace.ops.streams import Streams, cpu_streams
+from headrace.ops.wire import Progress, Reply, Start
+
+CPU_MULTIPROCESSORS: Final = 2
+"""Of a CPU in a card's place: few enough that long contexts are cut."""
+
+
+class CudaBackend:
+    """A `Backend`."""
+
+    def __init__(self, start: Start, reply: Callable[[Reply], None], streams: Streams | None) -> None:
+        """`streams`: None for the device's own. Raises CannotServe where no card can be used."""
+        if start.quantization != "none":
+            raise CannotServe(f"--quantization {start.quantization} is not supported on a GPU: use none")
+        self._reply = reply
+        self._device = card.open_card() if start.device == "cuda" else CPU
+        self.streams = streams or (cuda_streams(self._device) if self._on_card else cpu_streams())
+
+    @property
+    def _on_card(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def free_bytes(self) -> int:
+        return card.free_bytes(self._device) if self._on_card else 0
+
+    def name(self, start: Start) -> str:
+        return torch.cuda.get_device_name(self._device) if self._on_card else device_name(start.threads)
+
+    def numerics(self, start: Start) -> str:
+        return start.dtype
+
+    def load(self, start: Start) -> Weights:
+        torch.set_num_threads(start.threads)
+        progress = weights_progress(self._reply)
+        path, context_tokens = start.model_path, start.max_context_tokens
+        self._model = load_on_device(path, dtype_of(start), context_tokens, self._device, progress)
+        return self._model
+
+    def make_runner(
+        self,
+        start: Start,
+        num_pages: list[int],
+        ring: mmap.mmap | bytearray,
+        host_pool: mmap.mmap | bytearray | None,
+    ) -> Made:
+        dtype = dtype_of(start)
+        sizes = (start.page_tokens, start.max_slots, start.max_context_tokens, dtype, self._device)
+        pools = [KvPool(shape, pages, *sizes) for shape, pages in zip(start.groups, num_pages, strict=True)]
+        copier = None
+        if self._on_card:
+            card.pin(ring)
+        if host_pool is not None and start.host_slot_bytes:
+            check_host_slots(start, pools)
+            if self._on_card:
+                self._reply(Progress(f"locking {len(host_pool) >> 30} GiB of host memory for the card", 0, 1))
+                card.pin(host_pool)
+            copier = PinnedPages(host_pool, start.host_slot_bytes, dtype)
+        count = card.multiprocessors(self._device) if self._on_card else CPU_MULTIPROCESSORS
+        runner = DeviceStepRunner(
+            self._model,
+            DevicePools(pools, self._model.config.heads, self._device, count),
+            DeviceSampler(start.max_slots, start.ring.vocab, self._device),
+            copier,
+            self.streams,
+            start.ring,
+            partial(self._tell, "capturing decode steps"),
+        )
+        if self._on_card:
+            # What was made so far was made in another stream.
+            torch.cuda.synchronize()
+        return Made(pools, runner)
+
+    def _tell(self, phase: str, done: int, total: int) -> None:
+        self._reply(Progress(phase, done, total))
