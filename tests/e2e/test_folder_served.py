@@ -135,3 +135,33 @@ async def test_ids_are_those_of_transformers_cold_cached_and_after_a_restart(fol
     assert [answer.cached_tokens for answer in cold] == [0, 0]
     assert [answer.cached_tokens for answer in cached] == [16, 16]
     assert [answer.from_storage for answer in restarted] == [16, 16]
+
+
+async def test_the_generation_config_says_what_ends_a_text_and_how_it_is_drawn(folder: Folder, tmp_path: Path) -> None:
+    folder.says()
+    plain = folder.greedy(folder.prompt_ids(), repetition_penalty=1.4)
+    eot = folder.tokenizer.convert_tokens_to_ids(FAMILY.eos)
+    drawn = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 12, "repetition_penalty": 1.4}
+    folder.says(**drawn, eos_token_id=[eot, plain[11]])
+    expected = folder.bytes_of(folder.greedy(folder.prompt_ids()))
+    assert expected == folder.bytes_of(plain)[:12], "transformers ends there too"
+
+    async with serving(folder.path, tmp_path / "log") as server:
+        greedy = await complete(server, temperature=0)
+        seeded = {"seed": 7, "ignore_eos": True}
+        silent, spoken = await complete(server, **seeded), await complete(server, **seeded, **drawn)
+        openais = await complete(server, **seeded, temperature=1, top_p=1, top_k=-1, repetition_penalty=1)
+        info = await server.get("/server_info")
+
+    assert (greedy.tokens, greedy.finish_reason) == (expected, "stop")
+    assert silent.tokens == spoken.tokens != openais.tokens
+    assert silent.finish_reason == "length"
+    assert info["sampling_defaults"] == "model"
+    assert info["default_sampling_params"] == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 12,
+        "min_p": 0.0,
+        "repetition_penalty": 1.4,
+    }
+    assert "the model's temperature 0.6, top_p 0.9, top_k 12, repetition_penalty 1.4" in (tmp_path / "log").read_text()
