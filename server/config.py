@@ -64,6 +64,7 @@ Device: TypeAlias = Literal["auto", "cpu"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Quantization: TypeAlias = Literal["none", "q8"]
 CpuKernels: TypeAlias = Literal["auto", "compiled", "torch"]
+SamplingSource: TypeAlias = Literal["model", "openai"]
 SchedulePolicy: TypeAlias = Literal["least-work", "fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
@@ -80,6 +81,7 @@ RULES: Final[Mapping[str, Rule]] = {
     ),
     "served_model_name": _text("a name of 1 to 256 characters", r"[^\x00-\x1f\x7f]{1,256}"),
     "chat_template": _text("the path of a Jinja file", r".+"),
+    "sampling_defaults": _one_of(SamplingSource),
     "host": _text("an address or a host name alone, such as 127.0.0.1 or 0.0.0.0", r"[0-9A-Za-z.:_%-]+"),
     "port": _whole(0, 65535, "0: any free one"),
     "api_key": _KEY,
@@ -160,6 +162,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str = DEFAULT_MODEL
     served_model_name: str | None = None
     chat_template: str | None = None
+    sampling_defaults: SamplingSource = "model"
     host: str = "127.0.0.1"
     port: int = 30000
     api_key: str | None = None

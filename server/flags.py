@@ -29,6 +29,12 @@ MANUAL: Final[FlagTable] = {
         ),
         Flag("served_model_name", "NAME", "What the API calls the model, beside `default`. Default: its own name."),
         Flag("chat_template", "FILE", "A Jinja chat template. Default: the model's own."),
+        Flag(
+            "sampling_defaults",
+            "WHICH",
+            "What requests get that leave out temperature, top_p, top_k, min_p or repetition_penalty: model is what "
+            "its makers wrote into generation_config.json; openai is 1, and everything else off.",
+        ),
         Flag("context_length", "TOKENS", "Longest prompt plus output. Default: the model's, or what memory holds."),
     ),
     "address and keys": (
@@ -285,6 +291,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     "--kv-offloading-size": "use --hicache-size GB.",
     "--uvicorn-log-level": "use --log-level LEVEL.",
     "--tokenizer": _OF_THE_FILE,
+    "--generation-config": "use --sampling-defaults model, which is the default, or openai.",
     "--trust-remote-code": "code from a model's folder is never run; leave the flag out.",
     # SGLang
     "--tp-size": _ONE_DEVICE,

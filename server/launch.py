@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import uvloop
 from rich.console import Console
 
@@ -44,11 +45,14 @@ from headrace.server.host_pool import HostPool
 from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
 from headrace.server.models import NotCached, about, fetch_model, resolve, shown_progress
 from headrace.server.salt_key import salt_key
+from headrace.server.sampling_defaults import SamplingDefaults, sampling_defaults
 from headrace.server.sizing import DoesNotFit, MemoryPlan, memory_table, plan_memory
 from headrace.server.step_log import StepLog
 from headrace.server.text import TextService
 from headrace.server.tiering import TierPlan, plan_tiers
 from headrace.server.tokenizer import BadTokenizer, check_vocabulary
+
+_log = logging.getLogger("headrace.server")
 
 NO_TIERS: Final = TierPlan()
 RING_SLOTS: Final = 3
@@ -79,9 +83,11 @@ def serve(settings: Settings) -> int:
             Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes))
             options = engine_options(settings, path, model, plan, fingerprint, tiers)
             template = chat_template(settings, file)
+            defaults = sampling_defaults(file, settings.sampling_defaults)
         finally:
             file.close()
-        api_settings = _api_settings(settings, plan, tiers)
+        api_settings = _api_settings(settings, plan, tiers, defaults)
+        _tell_defaults(defaults)
         # Before anybody waits: 37 ms for what the imports have left.
         gc.collect()
         gc.freeze()
@@ -239,9 +245,18 @@ def _priorities(settings: Settings) -> Priorities:
     return "refused" if settings.abort_on_priority_when_disabled else "ignored"
 
 
-def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSettings:
-    decided = {"dtype": plan.dtype, "cpu_kernels": plan.kernels, "cpu_threads": plan.cpu_threads}
+def _tell_defaults(defaults: SamplingDefaults) -> None:
+    """Answers that are drawn otherwise than OpenAI's API says would else be a riddle."""
+    openai = msgspec.structs.asdict(SamplingDefaults())
+    said = [f"{name} {value:g}" for name, value in msgspec.structs.asdict(defaults).items() if value != openai[name]]
+    if said:
+        _log.info("requests that don't say otherwise get the model's %s (--sampling-defaults)", ", ".join(said))
+
+
+def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan, defaults: SamplingDefaults) -> ApiSettings:
+    decided: dict[str, object] = {"dtype": plan.dtype, "cpu_kernels": plan.kernels, "cpu_threads": plan.cpu_threads}
     decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}
+    decided |= {"default_sampling_params": msgspec.structs.asdict(defaults)}
     return ApiSettings(
         max_body_bytes=most_body_bytes(plan.max_queued_tokens),
         model_name=settings.model_name,
@@ -250,6 +265,7 @@ def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiS
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=plan.max_queued_tokens,
         priorities=_priorities(settings),
+        sampling_defaults=defaults,
         api_keys=(settings.api_key,) if settings.api_key else (),
         admin_api_key=settings.admin_api_key,
         request_timeout_s=settings.request_timeout_s,
