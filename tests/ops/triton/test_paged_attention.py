@@ -13,7 +13,7 @@ from ops.triton.paged import Paged, Shape, assert_close, int32, paged, queries, 
 from torch import Tensor
 
 from headrace.ops.attention import Scores, attend, plan_attention
-from headrace.ops.triton import dispatch, extend_attention
+from headrace.ops.triton import decode_attention, dispatch, extend_attention
 from headrace.ops.triton.decode_attention import attend_decode, max_spans
 from headrace.ops.triton.extend_attention import attend_extend, plan_extend, tile_tokens
 from headrace.ops.triton.paged_attention import reference
@@ -61,6 +61,19 @@ def test_what_a_row_reads_does_not_depend_on_who_is_beside_it_or_how_many_progra
     together = decoded(q, kv, shape, 64)
     alone = decoded(q[2:], kv._replace(row_slot=kv.row_slot[2:], row_kv_len=kv.row_kv_len[2:]), shape, 64, programs=1)
     assert torch.equal(together[2], alone[0])
+
+
+@pytest.mark.parametrize("window", [0, 1, 120, 200, 500])
+def test_spans_of_long_contexts_are_longer_so_that_there_are_no_more_of_them(
+    monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    monkeypatch.setattr(decode_attention, "MOST_SPANS", 3)
+    shape = Shape(2, 3, 16, 16, window, 0.0, torch.float32)
+    kv = paged(shape, [64, 192, 193, 384, 385, 577, 640, 1000], np.random.default_rng(2))
+    assert max_spans(1000, 64, window) == min(3 + bool(window), -(-min(1000, window + 64 if window else 1000) // 64))
+    q = queries(8, shape)
+    # What has no room among the parts would be read as NaN.
+    assert_close(decoded(q, kv, shape, 64), by_reference(q, kv, torch.arange(9), shape), shape.dtype)
 
 
 def extended(q: Tensor, kv: Paged, row_start: Tensor, shape: Shape, programs: int) -> Tensor:
