@@ -49,7 +49,7 @@ from headrace.server.sampling_defaults import SamplingDefaults, sampling_default
 from headrace.server.sizing import DoesNotFit, MemoryPlan, memory_table, plan_memory
 from headrace.server.step_log import StepLog
 from headrace.server.text import TextService
-from headrace.server.tiering import TierPlan, plan_tiers
+from headrace.server.tiering import TierPlan, check_tiers, plan_tiers
 from headrace.server.tokenizer import BadTokenizer, check_vocabulary
 
 _log = logging.getLogger("headrace.server")
@@ -66,6 +66,7 @@ def serve(settings: Settings) -> int:
     go together.
     """
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    check_tiers(settings)
     try:
         sock, path = port_and_model(settings)
     except CannotListen as problem:
@@ -80,7 +81,7 @@ def serve(settings: Settings) -> int:
             plan = plan_memory(model, settings, hardware)
             fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
             tiers = plan_tiers(settings, plan, hardware, fingerprint)
-            Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes))
+            Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes, tiers.disk))
             options = engine_options(settings, path, model, plan, fingerprint, tiers)
             template = chat_template(settings, file)
             defaults = sampling_defaults(file, settings.sampling_defaults)
@@ -256,6 +257,7 @@ def _tell_defaults(defaults: SamplingDefaults) -> None:
 def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan, defaults: SamplingDefaults) -> ApiSettings:
     decided: dict[str, object] = {"dtype": plan.dtype, "cpu_kernels": plan.kernels, "cpu_threads": plan.cpu_threads}
     decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}
+    decided |= {"cache_model": tiers.storage.model.hex() if tiers.storage is not None else None}
     decided |= {"default_sampling_params": msgspec.structs.asdict(defaults)}
     return ApiSettings(
         max_body_bytes=most_body_bytes(plan.max_queued_tokens),

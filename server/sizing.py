@@ -306,8 +306,14 @@ def _workspace_bytes(model: ModelConfig, rows: int, chunk_tokens: int, context_t
 # What to say
 
 
-def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_tier_bytes: int = 0) -> Table:
-    """The plan as a table for the terminal."""
+def memory_table(
+    model: ModelConfig,
+    plan: MemoryPlan,
+    hardware: Hardware,
+    host_tier_bytes: int = 0,
+    disk: tuple[int, str] | None = None,
+) -> Table:
+    """The plan as a table for the terminal. `disk`: bytes and directory of the disk tier."""
     from rich.table import Table  # 60 ms, which `headrace --help` need not pay
 
     table = Table(title=_free_text(hardware), title_justify="left", title_style="", show_header=False)
@@ -316,11 +322,14 @@ def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_
     table.add_column()
     pool = f"{plan.pool_tokens} tokens in {plan.num_pages[0]} pages of {plan.layout.page_tokens}"
     kept = plan.dtype if plan.quantization == "none" else plan.quantization
-    table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {kept}")
+    table.add_row("weights", size_text(plan.weights_bytes), _of_weights(model, kept))
     table.add_row("KV cache", size_text(plan.pool_bytes), pool)
     if host_tier_bytes:
         tokens = host_tier_bytes * plan.pool_tokens // plan.pool_bytes
         table.add_row("host tier", size_text(host_tier_bytes), f"{tokens} tokens that the device has let go of")
+    if disk is not None:
+        tokens = disk[0] * plan.pool_tokens // plan.pool_bytes
+        table.add_row("disk tier", size_text(disk[0]), f"{tokens} tokens, in {disk[1]}")
     table.add_row("workspace", size_text(plan.workspace_bytes), f"{plan.max_running_requests} requests at once")
     table.add_row("programs", size_text(plan.runtime_bytes), f"server, and worker with threads: {plan.cpu_threads}")
     context = f"contexts up to {plan.max_context_tokens} tokens"
@@ -328,6 +337,11 @@ def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_
         context += f" of the model's {model.context_tokens}"
     table.add_row("left free", size_text(plan.left_bytes - host_tier_bytes), context)
     return table
+
+
+def _of_weights(model: ModelConfig, kept: str) -> str:
+    said = f"{model.parameters / 1e6:.0f} million in {kept}"
+    return f"{said}, embeddings twice" if model.tied_embeddings else said
 
 
 def size_text(size_bytes: int) -> str:

@@ -69,7 +69,8 @@ class _Listener(event.Listener):  # type: ignore[misc]
 
     def on_end(self, event: object) -> None:
         self._done += 1
-        self._progress(min(self._done, self._total), self._total)
+        if self._done <= self._total:
+            self._progress(self._done, self._total)
 
 
 def _writable(folder: Path) -> Path | None:
