@@ -183,7 +183,7 @@ def test_a_flag_of_a_tier_that_is_not_there_is_refused(flags: dict[str, Any], sa
 
 def test_a_directory_that_cant_be_used_is_refused_before_a_model_is_looked_for(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(BadSetting, match="file/kv can't be made: Not a directory. Give a directory"):
+    with pytest.raises(BadSetting, match=r"file/kv can't be made: Not a directory\. Give a directory"):
         check_tiers(Settings(disk_cache_dir=str(tmp_path / "file" / "kv")))
     check_tiers(Settings(disk_cache_dir=str(tmp_path / "kv")))
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
