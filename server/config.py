@@ -115,7 +115,10 @@ RULES: Final[Mapping[str, Rule]] = {
     "hicache_storage_prefetch_policy": _one_of(PrefetchPolicy),
     "hicache_storage_backend_extra_config": _text("a JSON object, or @FILE with one", r"(?s).+"),
     "disk_cache_dir": _text("the path of a directory", r".+"),
-    "disk_cache_size": _text("a size such as 500MB, 20GB or 1.5TB", r"[0-9]+(\.[0-9]+)?([kK]|[mM]|[gG]|[tT])[bB]"),
+    "disk_cache_size": _text(
+        "a size below 1000TB, such as 500MB, 20GB or 1.5TB",
+        r"([0-9]{1,12}(\.[0-9]+)?[kK]|[0-9]{1,9}(\.[0-9]+)?[mM]|[0-9]{1,6}(\.[0-9]+)?[gG]|[0-9]{1,3}(\.[0-9]+)?[tT])[bB]",
+    ),
     "disk_cache_fsync": _SWITCH,
     "page_hash": _one_of(PageHash),
     "max_running_requests": _whole(1, 1024),

@@ -144,6 +144,8 @@ def simulate_command(flags: dict[str, Any], out: TextIO | None = None, errors: T
     for path in (json_file, plot_file):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise BadSetting(f"{path} can't be written: {Path(path).absolute().parent} is no directory.")
+        if path is not None and Path(path).is_dir():
+            raise BadSetting(f"{path} can't be written: it is a directory. Give the path of a file.")
     if plot_file is not None:
         check_plot()
     runs: dict[str, Figures] = {}

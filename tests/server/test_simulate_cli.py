@@ -66,6 +66,8 @@ def test_compared_values_are_columns_and_two_flags_are_combined(
         (["simulate", "--trace", str(TRACE), "--model-shape", "llama-3.1-70b"], "give a larger --tp-size"),
         (["simulate", "--trace", "/nowhere.jsonl"], "--trace /nowhere.jsonl can't be read"),
         ([*QUICK, "--json", "/nowhere/runs.json"], "/nowhere is no directory"),
+        ([*QUICK, "--json", "/"], "/ can't be written: it is a directory."),
+        ([*QUICK, "--disk-cache-size", "99999999TB"], "--disk-cache-size 99999999TB: give a size below 1000TB"),
         ([*QUICK, "--calibration", "/nowhere.jsonl"], "--calibration /nowhere.jsonl can't be read"),
     ],
 )

@@ -182,7 +182,8 @@ def test_a_flag_of_a_tier_that_is_not_there_is_refused(flags: dict[str, Any], sa
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"disk_cache_size": "20"}, "--disk-cache-size 20: give a size such as 500MB, 20GB or 1.5TB."),
+        ({"disk_cache_size": "20"}, "--disk-cache-size 20: give a size below 1000TB, such as 500MB, 20GB "),
+        ({"disk_cache_size": "1000TB"}, "--disk-cache-size 1000TB: give a size below 1000TB"),
         ({"disk_cache_size": "-1GB"}, "--disk-cache-size -1GB: give a size"),
         ({"disk_cache_size": "1GiB"}, "--disk-cache-size 1GiB: give a size"),
         ({"hicache_ratio": 0.0}, "--hicache-ratio 0.0: give a factor from 0.1 to 1000."),
