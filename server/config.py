@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from headrace.server.models import DEFAULT_MODEL, cache_folder
+from headrace.server.models import DEFAULT_MODEL, cache_folder, hub_model
 
 MAX_CHAT_TEMPLATE_BYTES: Final = 1 << 20
 
@@ -77,7 +77,9 @@ _KEY: Final = _text("8 to 512 printable ASCII characters without spaces", r"[!-~
 
 RULES: Final[Mapping[str, Rule]] = {
     "model_path": _text(
-        "the name of a known model (`headrace models list`) or the path of a GGUF file or a Hugging Face folder", r".+"
+        "the name of a known model (`headrace models list`), the path of a GGUF file or a Hugging Face folder, or a "
+        "model of the Hugging Face Hub as ORG/NAME",
+        r".+",
     ),
     "served_model_name": _text("a name of 1 to 256 characters", r"[^\x00-\x1f\x7f]{1,256}"),
     "chat_template": _text("the path of a Jinja file", r".+"),
@@ -228,9 +230,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_name(self) -> str:
-        """What the API calls the model: --served-model-name, else the model's name or its file's."""
+        """What the API calls the model: --served-model-name, else the model's name (on the hub with its owner's) or
+        its file's."""
         if self.served_model_name is not None:
             return self.served_model_name
+        hub = hub_model(self.model_path)
+        if hub is not None and not Path(self.model_path).exists():
+            return hub.name
         return Path(self.model_path).name.removesuffix(".gguf") or self.model_path
 
     @property

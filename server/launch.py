@@ -42,8 +42,10 @@ from headrace.server.fingerprint import model_fingerprint
 from headrace.server.grammar_process import GrammarProcess
 from headrace.server.hardware import read_hardware
 from headrace.server.host_pool import HostPool
+from headrace.server.hub import fetch_from_hub
 from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
-from headrace.server.models import NotCached, about, fetch_model, resolve, shown_progress
+from headrace.server.models import NotCached, OnHub, about, fetch_model, hub_model, resolve
+from headrace.server.models_cli import shown_progress
 from headrace.server.salt_key import salt_key
 from headrace.server.sampling_defaults import SamplingDefaults, sampling_defaults
 from headrace.server.sizing import DoesNotFit, MemoryPlan, memory_table, plan_memory
@@ -96,21 +98,28 @@ def serve(settings: Settings) -> int:
 
 
 def port_and_model(settings: Settings) -> tuple[socket.socket, Path]:
-    """A listening socket and the model's file, fetched if it has a name that is known and is not cached yet.
+    """A listening socket and the model's file or folder, fetched if it is known by name, or to the Hugging Face Hub.
 
     Raises CannotListen, ModelProblem.
     """
     sock = bind(settings.host, settings.port)
     try:
         return sock, resolve(settings.model_path, settings.cache)
-    except NotCached:
+    except (NotCached, OnHub):
         sock.close()
     except BaseException:
         sock.close()
         raise
-    with shown_progress(sys.stderr, about(settings.model_path)) as progress:
-        path = fetch_model(settings.model_path, settings.cache, progress)
+    path = _fetched(settings)
     return bind(settings.host, settings.port), path
+
+
+def _fetched(settings: Settings) -> Path:
+    hub = hub_model(settings.model_path)
+    with shown_progress(sys.stderr, about(settings.model_path) if hub is None else "") as progress:
+        if hub is not None:
+            return fetch_from_hub(hub, progress)
+        return fetch_model(settings.model_path, settings.cache, progress)
 
 
 def check_tokenizer(file: ModelFile, path: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(
-    model: Path | str, log: Path, *flags: str, environ: Mapping[str, str] | None = None
-) -> AsyncIterator[Served]:
+async def serving(model: Path | str, log: Path, *flags: str, cwd: Path | None = None) -> AsyncIterator[Served]:
     """`headrace serve` in float32 on any free port until the block ends; its standard error goes to `log`."""
     few = ("--max-total-tokens", "2048", "--max-running-requests", "4", "--cpu-threads", "1", "--skip-server-warmup")
     command = [sys.executable, "-P", "-m", "headrace.server", "serve", "--model-path", str(model), "--port", "0"]
@@ -47,7 +44,7 @@ async def serving(
             *(*command, "--dtype", "float32", *few, *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            env={**os.environ, **(environ or {})},
+            cwd=cwd,
         )
     try:
         assert process.stdout is not None

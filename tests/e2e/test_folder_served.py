@@ -5,7 +5,10 @@ The folder is as one from the hub: weights in parts with an index, a tokenizer, 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +18,7 @@ import torch
 import transformers
 from e2e.served import Served, serving
 from ops.checkpoints import LLAMA3, Checkpoint, Reference
+from server.stand_in_hub import stand_in_hub
 from text.folders import FAMILIES, TEMPLATE
 
 FAMILY = FAMILIES[0]
@@ -82,9 +86,8 @@ class Answer(NamedTuple):
 
 
 async def complete(server: Served, **fields: Any) -> Answer:
-    answer = await server.post(
-        "/v1/completions", prompt=PROMPT, max_tokens=OUTPUTS, logprobs=0, **WITH_DETAILS, **fields
-    )
+    asked = {"prompt": PROMPT, "max_tokens": OUTPUTS, "logprobs": 0, **WITH_DETAILS, **fields}
+    answer = await server.post("/v1/completions", **asked)
     texts = answer["choices"][0]["logprobs"]["tokens"]
     return answered(answer, [read(text) for text in texts])
 
@@ -165,3 +168,35 @@ async def test_the_generation_config_says_what_ends_a_text_and_how_it_is_drawn(f
         "repetition_penalty": 1.4,
     }
     assert "the model's temperature 0.6, top_p 0.9, top_k 12, repetition_penalty 1.4" in (tmp_path / "log").read_text()
+
+
+async def test_code_in_a_folder_is_never_run_even_where_the_server_is_started_in_it(
+    folder: Folder, tmp_path: Path
+) -> None:
+    model, mark = Path(shutil.copytree(folder.path, tmp_path / "model")), tmp_path / "executed"
+    # Some are named as what the server itself imports, some as what transformers would run, or unpickle.
+    for name in ("torch", "tokenizers", "sched", "sitecustomize", "modeling_llama", "configuration_llama", "__init__"):
+        (model / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(mark)!r}).touch()")
+    for name in ("pytorch_model.bin", "training_args.bin"):
+        (model / name).write_bytes(f"cposix\nsystem\n(S'touch {mark}'\ntR.".encode())  # a pickle that runs a command
+
+    async with serving(".", tmp_path / "log", cwd=model) as server:
+        assert (await complete(server, temperature=0, max_tokens=4)).tokens
+
+    assert not mark.exists()
+    sprung = await asyncio.create_subprocess_exec(sys.executable, model / "torch.py")
+    assert await sprung.wait() == 0
+    assert mark.exists(), "the trap works"
+
+
+async def test_a_model_of_the_hub_is_served_by_its_id(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stand_in_hub(tmp_path / "hf", monkeypatch) as hub:
+        hub.add("small-org/Small", {path.name: path.read_bytes() for path in folder.path.iterdir()})
+        async with serving("small-org/Small", tmp_path / "log") as server:
+            names = [model["id"] for model in (await server.get("/v1/models"))["data"]]
+            answer = await complete(server, temperature=0)
+
+    assert names == ["small-org/Small"]
+    assert answer.tokens == folder.bytes_of(folder.greedy(folder.prompt_ids()))

@@ -154,6 +154,10 @@ def test_the_template_may_stand_in_the_tokenizers_config(llama: Folder, said: ob
             "eos_token_id is 700, but the model",
         ),
         (lambda folder: folder.change("generation_config.json", eos_token_id="x"), "must be an id, or a list of ids"),
+        (
+            lambda folder: folder.change("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", None]}),
+            "tokenizer_config.json names code of its own",
+        ),
         (lambda folder: (folder.path / "tokenizer_config.json").write_text("{"), "tokenizer_config.json' is not JSON"),
     ],
 )
