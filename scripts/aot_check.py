@@ -188,8 +188,9 @@ def _attention(
     heads = kv_heads * group
 
     def compile_both() -> None:
-        from headrace.ops.triton.decode_attention import attend_decode, max_spans
+        from headrace.ops.triton.decode_attention import attend_decode
         from headrace.ops.triton.extend_attention import attend_extend, tile_tokens
+        from headrace.ops.triton.spans import max_spans
 
         q = _meta(ROWS, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
         layer = _meta(4096, 2, kv_heads, page_tokens, head_dim, dtype=dtype)
@@ -215,7 +216,8 @@ def _attention(
 
 def _decodes() -> None:
     """What graphs and mixed batches launch on one server: few kernels for all numbers of rows."""
-    from headrace.ops.triton.decode_attention import attend_decode, max_spans
+    from headrace.ops.triton.decode_attention import attend_decode
+    from headrace.ops.triton.spans import max_spans
 
     layer, table = _meta(4096, 2, 8, 16, 128, dtype=BF16), _meta(1024, 8192, dtype=I32)
     parts = _meta(1024, max_spans(131072), 32, 128, dtype=F32)

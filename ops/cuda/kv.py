@@ -20,9 +20,10 @@ from torch import Tensor
 
 from headrace.ops.cuda.staging import Slot
 from headrace.ops.kv_pool import KvPool
-from headrace.ops.triton.decode_attention import attend_decode, max_spans
+from headrace.ops.triton.decode_attention import attend_decode
 from headrace.ops.triton.extend_attention import attend_extend, plan_extend, tile_tokens
 from headrace.ops.triton.kv_write import write_kv
+from headrace.ops.triton.spans import max_spans
 from headrace.ops.wire import I32, ForwardBatch
 
 PADDING: Final = (0, 0, -1, -1, 0)

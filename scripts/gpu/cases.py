@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.ops.triton.activation import gated
 from headrace.ops.triton.argmax import best, blocks
-from headrace.ops.triton.decode_attention import attend_decode, max_spans
+from headrace.ops.triton.decode_attention import attend_decode
 from headrace.ops.triton.draw import draw
 from headrace.ops.triton.embedding import embed
 from headrace.ops.triton.extend_attention import attend_extend, plan_extend, tile_tokens
@@ -24,6 +24,7 @@ from headrace.ops.triton.norm import rms_norm
 from headrace.ops.triton.penalties import adjust
 from headrace.ops.triton.rotary import rotate_
 from headrace.ops.triton.slot_tables import SlotTables, begin_slots, make_tables
+from headrace.ops.triton.spans import max_spans
 from headrace.ops.wire import INIT_FLOATS, INIT_INTS, MAX_LOGPROBS
 
 BF16, F16, F32, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int32

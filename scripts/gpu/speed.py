@@ -14,13 +14,14 @@ from gpu.timing import Ceilings, Device
 
 from headrace.ops.triton.activation import silu_mul
 from headrace.ops.triton.argmax import best, blocks
-from headrace.ops.triton.decode_attention import attend_decode, max_spans
+from headrace.ops.triton.decode_attention import attend_decode
 from headrace.ops.triton.draw import draw
 from headrace.ops.triton.extend_attention import attend_extend, plan_extend, tile_tokens
 from headrace.ops.triton.kv_write import write_kv
 from headrace.ops.triton.norm import rms_norm
 from headrace.ops.triton.rotary import rotate_
 from headrace.ops.triton.slot_tables import make_tables
+from headrace.ops.triton.spans import max_spans
 from headrace.ops.wire import INIT_FLOATS
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCAB = 32, 8, 128, 4096, 14336, 128256
