@@ -78,9 +78,11 @@ class CudaBackend:
                 card.pin(host_pool)
             copier = PinnedPages(host_pool, start.host_slot_bytes, dtype)
         count = card.multiprocessors(self._device) if self._on_card else CPU_MULTIPROCESSORS
+        config = self._model.config
+        windows = sorted({config.window(layer) for layer in range(config.layers)})
         runner = DeviceStepRunner(
             self._model,
-            DevicePools(pools, self._model.config.heads, self._device, count),
+            DevicePools(pools, config.heads, self._device, count, windows),
             DeviceSampler(start.max_slots, start.ring.vocab, self._device),
             copier,
             self.streams,

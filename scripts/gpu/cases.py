@@ -20,7 +20,7 @@ from headrace.ops.triton.extend_attention import attend_extend, plan_extend, til
 from headrace.ops.triton.kv_copy import back_up, load_layer
 from headrace.ops.triton.kv_write import write_kv
 from headrace.ops.triton.logprobs import report_logprobs
-from headrace.ops.triton.norm import rms_norm
+from headrace.ops.triton.norm import norm_heads_, rms_norm
 from headrace.ops.triton.penalties import adjust
 from headrace.ops.triton.rotary import rotate_
 from headrace.ops.triton.slot_tables import SlotTables, begin_slots, make_tables
@@ -78,6 +78,8 @@ def layer_cases(device: Device) -> Iterator[Case]:
         for pairs in ("interleaved", "halves"):
             name = f"rotary of {pairs} pairs, heads of {head_dim}"
             yield Case(name, partial(_rotate, pairs), tensors, ("heads",))
+        normed = {"heads": heads, "weights": torch.rand(10, head_dim)}
+        yield Case(f"norm of heads of {head_dim}", _norm_heads, normed, ("heads",))
         slots = torch.randint(-1, 4, (rows,), dtype=I32)
         # Each token has a place of its own, or the order of programs would decide.
         tensors = {"kv": torch.randn(rows, 6, head_dim).to(dtype)[:, 2:], "slots": slots, "at": _arange(rows)}
@@ -87,6 +89,10 @@ def layer_cases(device: Device) -> Iterator[Case]:
 
 def _norm(t: dict[str, Tensor]) -> None:
     rms_norm(t["x"], t["weight"], t["out"], 1e-5, t["add"])
+
+
+def _norm_heads(t: dict[str, Tensor]) -> None:
+    norm_heads_(t["heads"], t["weights"], 1e-5)
 
 
 def _gated(kind: Any, t: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import torch
 from gpu.report import Report
 from gpu.timing import Ceilings, Device
 
-from headrace.ops.triton.activation import silu_mul
+from headrace.ops.triton.activation import gated
 from headrace.ops.triton.argmax import best, blocks
 from headrace.ops.triton.decode_attention import attend_decode
 from headrace.ops.triton.draw import draw
@@ -125,7 +125,7 @@ def _layer(measure: Measure) -> None:
         f"norm with addition, {tokens} tokens", tokens * hidden * 12, lambda: rms_norm(x, weight, out, 1e-5, branch)
     )
     gate_up, active = device.random(tokens, 2 * inner), device.random(tokens, inner)
-    measure.bytes(f"silu, {tokens} tokens", tokens * inner * 6, lambda: silu_mul(gate_up, active))
+    measure.bytes(f"silu, {tokens} tokens", tokens * inner * 6, lambda: gated(gate_up, active, "silu"))
     heads, kv_heads, head_dim = _heads(device)
     qkv = device.random(tokens, heads + 2 * kv_heads, head_dim)
     positions = torch.arange(tokens, device=device.torch, dtype=torch.int32)
