@@ -25,7 +25,7 @@ few = settings(max_examples=25, deadline=None)
 
 def decoded(q: Tensor, kv: Paged, shape: Shape, span: int, programs: int = 5) -> Tensor:
     longest = int(kv.row_kv_len.max())
-    spans = max_spans(longest, span, shape.window, decode_attention.MOST_SPANS)
+    spans = max_spans(longest, span, shape.window, vars(decode_attention)["MOST_SPANS"])
     parts = torch.full((len(q), spans, shape.heads, shape.head_dim), float("nan"))
     out = torch.full(q.shape, 7.0, dtype=q.dtype)
     options = {"scale": shape.scale, "window": shape.window, "soft_cap": shape.soft_cap}
