@@ -188,8 +188,9 @@ def _attention(
     heads = kv_heads * group
 
     def compile_both() -> None:
-        from headrace.ops.triton.decode_attention import attend_decode, max_spans
+        from headrace.ops.triton.decode_attention import attend_decode
         from headrace.ops.triton.extend_attention import attend_extend, tile_tokens
+        from headrace.ops.triton.spans import max_spans
 
         q = _meta(ROWS, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
         layer = _meta(4096, 2, kv_heads, page_tokens, head_dim, dtype=dtype)
@@ -215,7 +216,8 @@ def _attention(
 
 def _decodes() -> None:
     """What graphs and mixed batches launch on one server: few kernels for all numbers of rows."""
-    from headrace.ops.triton.decode_attention import attend_decode, max_spans
+    from headrace.ops.triton.decode_attention import attend_decode
+    from headrace.ops.triton.spans import max_spans
 
     layer, table = _meta(4096, 2, 8, 16, 128, dtype=BF16), _meta(1024, 8192, dtype=I32)
     parts = _meta(1024, max_spans(131072), 32, 128, dtype=F32)
@@ -231,20 +233,22 @@ def _layer(
     """What a layer has beside attention and products, and the copies of its pages."""
 
     def compile_all() -> None:
-        from headrace.ops.triton.activation import silu_mul
+        from headrace.ops.triton.activation import gated
         from headrace.ops.triton.embedding import embed
         from headrace.ops.triton.kv_copy import back_up, load_layer
         from headrace.ops.triton.kv_write import write_kv
-        from headrace.ops.triton.norm import rms_norm
+        from headrace.ops.triton.norm import norm_heads_, rms_norm
         from headrace.ops.triton.rotary import rotate_
 
         residual, weight = _meta(ROWS, hidden, dtype=F32), _meta(hidden, dtype=F32)
         branch = _meta(ROWS, hidden, dtype=dtype)
         rms_norm(residual, weight, branch, 1e-5)
         rms_norm(residual, weight, branch, 1e-5, branch)
-        silu_mul(_meta(ROWS, 2 * intermediate, dtype=dtype), _meta(ROWS, intermediate, dtype=dtype))
+        for kind in ("silu", "gelu"):
+            gated(_meta(ROWS, 2 * intermediate, dtype=dtype), _meta(ROWS, intermediate, dtype=dtype), kind)
         qkv = _meta(ROWS, heads + 2 * kv_heads, head_dim, dtype=dtype)
         rows, pages = _meta(ROWS, dtype=I32), _meta(16, dtype=I32)
+        norm_heads_(qkv[:, : heads + kv_heads], _meta(heads + kv_heads, head_dim, dtype=F32), 1e-6)
         turns = _meta(8192, head_dim // 2, 2, dtype=F32)
         rotate_(qkv[:, : heads + kv_heads], rows, turns, "interleaved")
         rotate_(qkv[:, : heads + kv_heads], rows, turns, "halves")

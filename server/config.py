@@ -60,7 +60,7 @@ def _text(allowed: str, pattern: str) -> Rule:
 
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
-Device: TypeAlias = Literal["auto", "cpu"]
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Quantization: TypeAlias = Literal["none", "q8"]
 CpuKernels: TypeAlias = Literal["auto", "compiled", "torch"]

@@ -50,8 +50,17 @@ MANUAL: Final[FlagTable] = {
         ),
     ),
     "device and precision": (
-        Flag("device", "DEVICE", "What the model runs on."),
-        Flag("dtype", "DTYPE", "Of weights, activations and KV; auto is bfloat16 where the CPU has it in hardware."),
+        Flag(
+            "device",
+            "DEVICE",
+            "What the model runs on; auto is cuda where there is a card that can be used and no flag is given that "
+            "only a CPU has. No GPU has been tried yet: see docs/gpu.md.",
+        ),
+        Flag(
+            "dtype",
+            "DTYPE",
+            "Of weights, activations and KV; auto is bfloat16 on a GPU, and where the CPU has it in hardware.",
+        ),
         Flag(
             "quantization",
             "METHOD",

@@ -16,6 +16,7 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -36,11 +37,12 @@ from headrace.sched.executors.worker_process import WorkerProcess
 from headrace.sched.options import EngineOptions
 from headrace.server.api import Api, ApiSettings, Priorities
 from headrace.server.body import most_body_bytes
+from headrace.server.card import Card, NoCard, read_card
 from headrace.server.chat import own_template
 from headrace.server.config import BadSetting, Settings
 from headrace.server.fingerprint import model_fingerprint
 from headrace.server.grammar_process import GrammarProcess
-from headrace.server.hardware import read_hardware
+from headrace.server.hardware import Hardware, read_hardware
 from headrace.server.host_pool import HostPool
 from headrace.server.hub import fetch_from_hub
 from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
@@ -59,6 +61,7 @@ _log = logging.getLogger("headrace.server")
 NO_TIERS: Final = TierPlan()
 RING_SLOTS: Final = 3
 """Two steps in flight and one being prepared."""
+_log: Final = logging.getLogger("headrace.launch")
 
 
 def serve(settings: Settings) -> int:
@@ -75,7 +78,7 @@ def serve(settings: Settings) -> int:
         print(f"headrace: {problem}", file=sys.stderr)
         return 1
     with sock:
-        hardware = read_hardware()
+        hardware = with_card(read_hardware(), settings)
         file = open_model_file(path)
         try:
             model = read_config(file)
@@ -95,6 +98,18 @@ def serve(settings: Settings) -> int:
         gc.collect()
         gc.freeze()
         return uvloop.run(_serve(sock, settings, path, options, api_settings, template))
+
+
+def with_card(hardware: Hardware, settings: Settings, look: Callable[[], Card] = read_card) -> Hardware:
+    """The machine with its card, if one may be used."""
+    if settings.device == "cpu":
+        return hardware
+    try:
+        return msgspec.structs.replace(hardware, card=look())
+    except NoCard as problem:
+        if settings.device == "auto" and "there is a card" in str(problem):
+            _log.warning("the model runs on the CPU: %s", problem)
+        return msgspec.structs.replace(hardware, no_card=str(problem))
 
 
 def port_and_model(settings: Settings) -> tuple[socket.socket, Path]:
@@ -156,6 +171,7 @@ def engine_options(
         ],
         host_slot_bytes=tiers.slot_bytes,
         kernels=plan.kernels,
+        device=plan.device,
         kernel_cache=str(settings.cache / "kernels"),
     )
     return EngineOptions(
@@ -264,7 +280,8 @@ def _tell_defaults(defaults: SamplingDefaults) -> None:
 
 
 def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan, defaults: SamplingDefaults) -> ApiSettings:
-    decided: dict[str, object] = {"dtype": plan.dtype, "cpu_kernels": plan.kernels, "cpu_threads": plan.cpu_threads}
+    decided: dict[str, object] = {"device": plan.device, "dtype": plan.dtype, "cpu_threads": plan.cpu_threads}
+    decided |= {"cpu_kernels": plan.kernels} if plan.device == "cpu" else {"card_bytes": plan.card_bytes}
     decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}
     decided |= {"cache_model": tiers.storage.model.hex() if tiers.storage is not None else None}
     decided |= {"default_sampling_params": msgspec.structs.asdict(defaults)}

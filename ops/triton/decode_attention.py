@@ -30,22 +30,11 @@ from torch import Tensor
 from headrace.ops.triton.dispatch import WIDEN, ceil_div, launches, power_of_two
 from headrace.ops.triton.paged_attention import LOG2_E, attend_blocks
 from headrace.ops.triton.paged_attention import reference as reference_of_rows
+from headrace.ops.triton.spans import MOST_SPANS, SPAN_TOKENS
 
 _KEY_BYTES: Final = 16384
-SPAN_TOKENS: Final = 512
-"""256 KB of KV at 128 dimensions, 8 µs of one SM's share of the bandwidth; the mixtures are 1 % of that."""
-MOST_SPANS: Final = 64
-"""Of a row: spans of contexts over 32k tokens are longer. With 8 KV heads one row is still work for 512 programs; its
-mixtures take 1 MB at 32 heads of 128, those of 256 rows 256 MiB, however long their contexts are."""
 _ROWS: Final = (16, 64, 256, 1024)
 """Sizes of the tile that counts rows."""
-
-
-def max_spans(context_tokens: int, span_tokens: int = SPAN_TOKENS, window: int = 0) -> int:
-    """The most pieces that one row of at most so many tokens is cut into."""
-    seen = min(context_tokens, window + span_tokens) if window else context_tokens
-    # A window may begin and end inside a span.
-    return min(ceil_div(seen, span_tokens), MOST_SPANS + bool(window))
 
 
 def attend_decode(

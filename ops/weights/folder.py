@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 
 from headrace.ops.weights.gguf import MAX_ENTRIES, BadModelFile, TensorInfo
 
@@ -192,6 +191,9 @@ def _no_weights(folder: Path) -> str:
 
 
 def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, TensorInfo]]:
+    # Only here: other models need neither the package nor its import.
+    from safetensors import SafetensorError, safe_open
+
     try:
         with path.open("rb") as file:
             if file.read(len(_LFS)) == _LFS:

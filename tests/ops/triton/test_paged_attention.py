@@ -14,9 +14,10 @@ from torch import Tensor
 
 from headrace.ops.attention import Scores, attend, plan_attention
 from headrace.ops.triton import decode_attention, dispatch, extend_attention
-from headrace.ops.triton.decode_attention import attend_decode, max_spans
+from headrace.ops.triton.decode_attention import attend_decode
 from headrace.ops.triton.extend_attention import attend_extend, plan_extend, tile_tokens
 from headrace.ops.triton.paged_attention import reference
+from headrace.ops.triton.spans import max_spans
 from ops import test_attention
 
 few = settings(max_examples=25, deadline=None)
@@ -24,7 +25,7 @@ few = settings(max_examples=25, deadline=None)
 
 def decoded(q: Tensor, kv: Paged, shape: Shape, span: int, programs: int = 5) -> Tensor:
     longest = int(kv.row_kv_len.max())
-    spans = max_spans(longest, span, shape.window)
+    spans = max_spans(longest, span, shape.window, vars(decode_attention)["MOST_SPANS"])
     parts = torch.full((len(q), spans, shape.heads, shape.head_dim), float("nan"))
     out = torch.full(q.shape, 7.0, dtype=q.dtype)
     options = {"scale": shape.scale, "window": shape.window, "soft_cap": shape.soft_cap}
@@ -70,7 +71,7 @@ def test_spans_of_long_contexts_are_longer_so_that_there_are_no_more_of_them(
     monkeypatch.setattr(decode_attention, "MOST_SPANS", 3)
     shape = Shape(2, 3, 16, 16, window, 0.0, torch.float32)
     kv = paged(shape, [64, 192, 193, 384, 385, 577, 640, 1000], np.random.default_rng(2))
-    assert max_spans(1000, 64, window) == min(3 + bool(window), -(-min(1000, window + 64 if window else 1000) // 64))
+    assert max_spans(1000, 64, window, 3) == min(3 + bool(window), -(-min(1000, window + 64 if window else 1000) // 64))
     q = queries(8, shape)
     # What has no room among the parts would be read as NaN.
     assert_close(decoded(q, kv, shape, 64), by_reference(q, kv, torch.arange(9), shape), shape.dtype)
