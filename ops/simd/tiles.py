@@ -34,7 +34,6 @@ from headrace.ops.simd.instructions import (
     f32,
     f32x16,
     fused,
-    host_features,
     i32,
     i32x16,
     i64,
@@ -46,10 +45,9 @@ from headrace.ops.simd.instructions import (
     spread,
     store_to,
 )
+from headrace.ops.simd.target import WIDE, host_features
 from headrace.ops.simd.vector import LANE_BYTES, VECTOR_BYTES, emit_prefetch, is_bf16
 
-WIDE: Final = "avx512f" in host_features()
-"""32 registers of a whole vector; elsewhere a vector takes 2 of 16 registers (AVX2), or 4 of 32 (NEON)."""
 MAX_ROWS: Final = 6
 """More rows of fewer panels were slower: 12 of 2 by a fifth at 8 and 32 rows, and in Q8 at 512."""
 PANELS: Final = 4
