@@ -45,7 +45,7 @@ from headrace.ops.simd.instructions import (
     spread,
     store_to,
 )
-from headrace.ops.simd.target import WIDE, host_features
+from headrace.ops.simd.target import AMX, WIDE, host_features
 from headrace.ops.simd.vector import LANE_BYTES, VECTOR_BYTES, emit_prefetch, is_bf16
 
 MAX_ROWS: Final = 6
@@ -62,6 +62,12 @@ _CODE_SHIFTS: Final = (3, -1, -5, -9)
 
 Sums = list[list[Value]]
 """[rows][panels] of F32x16."""
+
+
+@instruction(INT, ELEMENT)
+def in_tiles(b: Builder, element: Any) -> Value:
+    """1 if products of these elements are made in AMX tiles."""
+    return const(int(AMX and is_bf16(element)))
 
 
 def _panels_at_once(element: Any, height: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
 from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
 from headrace.ops.simd.instructions import LANES, kernel
-from headrace.ops.simd.products import multiply_block
+from headrace.ops.simd.products import begin_products, block_rows, blocks_of, end_products, multiply_block
 from headrace.ops.simd.rows import normalize_row
 from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
@@ -67,14 +67,19 @@ class Figure(msgspec.Struct):
 def all_columns(
     element: Any, x: int, x_bytes: int, rows: int, weights: int, panel_bytes: int, steps: int, out: int, columns: int
 ) -> None:
-    """The product as a layer does it: for each tile of columns, blocks of 96 rows."""
-    for tile in range(columns // TILE_COLUMNS):
-        for first in range(0, rows, 96):
+    """The product as a layer does it: for each block of rows, tiles of columns."""
+    begin_products(element, rows)
+    block = block_rows(element, rows, columns // TILE_COLUMNS, 1)
+    blocks = blocks_of(rows, block)
+    for number in range(blocks):
+        first = number * block
+        height = rows - first if number == blocks - 1 else block
+        for tile in range(columns // TILE_COLUMNS):
             multiply_block(
                 element,
                 x + first * x_bytes,
                 x_bytes,
-                min(96, rows - first),
+                height,
                 weights + tile * 4 * panel_bytes,
                 weights + (tile + 1) * 4 * panel_bytes,
                 panel_bytes,
@@ -82,6 +87,7 @@ def all_columns(
                 out + (first * columns + tile * TILE_COLUMNS) * 4,
                 columns * 4,
             )
+    end_products(element)
 
 
 @kernel
