@@ -18,7 +18,7 @@ from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.rotary import Rotary
 from headrace.ops.simd.attention import block_tokens, scratch_bytes
 from headrace.ops.simd.compiler import Elements
-from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
+from headrace.ops.simd.inputs import GROUP, q8_row_bytes
 from headrace.ops.simd.packing import pack, pack_groups, paired, paired_rows, round_up
 from headrace.ops.simd.products import PRODUCT_SCRATCH_BYTES
 from headrace.ops.simd.program import Program
@@ -202,8 +202,9 @@ class CompiledDecoder:
 
     def _input_bytes(self, width: int) -> int:
         """Of a row of `width` values as inputs of a product."""
-        group = Q8_GROUP_BYTES if self._elements == "q8" else GROUP * self._kv_dtype.itemsize
-        return -(-width // GROUP) * group
+        if self._elements == "q8":
+            return q8_row_bytes(width)
+        return round_up(width, GROUP) * self._kv_dtype.itemsize
 
     def _steps(self, width: int) -> int:
         groups = -(-width // GROUP)

@@ -8,11 +8,12 @@ import numpy as np
 
 from headrace.ops.simd.amx import TILE_ROWS, configure_rows, release_tiles
 from headrace.ops.simd.amx_products import PASS_ROWS, multiply_in_tiles
-from headrace.ops.simd.inputs import group_bytes, store_group
+from headrace.ops.simd.inputs import store_group
 from headrace.ops.simd.instructions import kernel
+from headrace.ops.simd.q8 import BUFFER_BYTES, multiply_groups
 from headrace.ops.simd.tables import GELU
 from headrace.ops.simd.team import claim
-from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_tiles, product_rows, tile_height
+from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_groups, in_tiles, product_rows, tile_height
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -34,7 +35,8 @@ BLOCK_ROWS: Final = 96
 """Rows that a tile of columns takes at a time: their inputs and the tile's weights fit the second cache together."""
 MOST_BLOCK_ROWS: Final = 256
 """The same in AMX tiles, which need so many to compute while the next columns come from memory."""
-PRODUCT_SCRATCH_BYTES: Final = (MOST_BLOCK_ROWS + TILE_ROWS) * TILE_BYTES
+PRODUCT_SCRATCH_BYTES: Final = BUFFER_BYTES + (MOST_BLOCK_ROWS + TILE_ROWS) * TILE_BYTES
+"""Of a thread: what q8 needs, and the sums of a block."""
 
 
 @kernel
@@ -80,8 +82,15 @@ def multiply_block(
     steps: int,
     out: int,
     out_bytes: int,
+    buffer: int,
 ) -> None:
-    """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next."""
+    """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next.
+
+    `steps`: lanes along the sum; groups in q8, whose planes `panel_bytes` counts. `buffer`: `q8.BUFFER_BYTES`.
+    """
+    if in_groups(element) != 0:
+        multiply_groups(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
+        return
     if in_tiles(element) != 0:
         multiply_in_tiles(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes)
         return
@@ -106,6 +115,7 @@ def product_phase(
     panel_bytes: int,
     steps: int,
     tiles: int,
+    scratch: int,
     out: int,
     out_bytes: int,
 ) -> None:
@@ -128,6 +138,7 @@ def product_phase(
             steps,
             out + first * out_bytes + tile * TILE_BYTES,
             out_bytes,
+            scratch,
         )
         piece = claim(cells, phase)
     end_products(element)
@@ -153,6 +164,7 @@ def adding_phase(
     """out += x · weights."""
     block = block_rows(element, rows, tiles, threads)
     blocks = blocks_of(rows, block)
+    sums = scratch + BUFFER_BYTES
     begin_products(element, rows)
     piece = claim(cells, phase)
     while piece < tiles * blocks:
@@ -161,9 +173,11 @@ def adding_phase(
         columns = weights + PANELS * tile * panel_bytes
         following = columns + PANELS * threads * panel_bytes
         inputs = x + first * x_bytes
-        multiply_block(element, inputs, x_bytes, height, columns, following, panel_bytes, steps, scratch, TILE_BYTES)
+        multiply_block(
+            element, inputs, x_bytes, height, columns, following, panel_bytes, steps, sums, TILE_BYTES, scratch
+        )
         for row in range(height):
-            here, to = scratch + row * TILE_BYTES, out + (first + row) * out_bytes + tile * TILE_BYTES
+            here, to = sums + row * TILE_BYTES, out + (first + row) * out_bytes + tile * TILE_BYTES
             for column in range(0, TILE_BYTES, VECTOR_BYTES):
                 store(F32, to + column, add(load(F32, to + column), load(F32, here + column)))
         piece = claim(cells, phase)
@@ -203,6 +217,7 @@ def gated_phase(
     of up."""
     block = block_rows(element, rows, tiles, threads)
     blocks = blocks_of(rows, block)
+    sums = scratch + BUFFER_BYTES
     begin_products(element, rows)
     piece = claim(cells, phase)
     while piece < tiles * blocks:
@@ -211,11 +226,13 @@ def gated_phase(
         columns = weights + PANELS * tile * panel_bytes
         following = columns + PANELS * threads * panel_bytes
         inputs = x + first * x_bytes
-        multiply_block(element, inputs, x_bytes, height, columns, following, panel_bytes, steps, scratch, TILE_BYTES)
+        multiply_block(
+            element, inputs, x_bytes, height, columns, following, panel_bytes, steps, sums, TILE_BYTES, scratch
+        )
         for row in range(height):
-            here, to = scratch + row * TILE_BYTES, out + (first + row) * out_bytes + tile * group_bytes(element)
+            here = sums + row * TILE_BYTES
             low = multiply(activated(activation, load(F32, here)), load(F32, here + 2 * VECTOR_BYTES))
             high = multiply(activated(activation, load(F32, here + VECTOR_BYTES)), load(F32, here + 3 * VECTOR_BYTES))
-            store_group(element, to, low, high)
+            store_group(element, out + (first + row) * out_bytes, tile, tiles, low, high)
         piece = claim(cells, phase)
     end_products(element)
