@@ -10,7 +10,7 @@ from headrace.ops.simd.amx import TILE_ROWS, configure_rows, release_tiles
 from headrace.ops.simd.amx_products import PASS_ROWS, multiply_in_tiles
 from headrace.ops.simd.inputs import store_group
 from headrace.ops.simd.instructions import kernel
-from headrace.ops.simd.q8 import BUFFER_BYTES, multiply_groups
+from headrace.ops.simd.q8 import BUFFER_BYTES, flush_subnormals, multiply_groups
 from headrace.ops.simd.tables import GELU
 from headrace.ops.simd.team import claim
 from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_groups, in_tiles, product_rows, tile_height
@@ -62,12 +62,16 @@ def begin_products(element: Any, rows: int) -> None:
     """In every thread, before products of so many rows in all: shape the tiles, where products are made in them."""
     if in_tiles(element) != 0:
         configure_rows(min(rows, TILE_ROWS))
+    if in_groups(element) != 0:
+        flush_subnormals(1)
 
 
 @kernel
 def end_products(element: Any) -> None:
     if in_tiles(element) != 0:
         release_tiles()
+    if in_groups(element) != 0:
+        flush_subnormals(0)
 
 
 @kernel

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from numba.core import types
+from llvmlite import ir
+from numba.core import cgutils, types
 
 from headrace.ops.simd.amx import (
     TILE_BYTES,
@@ -33,12 +34,14 @@ from headrace.ops.simd.instructions import (
     Builder,
     Value,
     by_case,
+    call,
     const,
     every_int,
     every_lane,
     f32,
     f32x16,
     fused,
+    i8,
     i32,
     i32x16,
     instruction,
@@ -59,6 +62,8 @@ _PAIRS: Final = 4
 """Pairs of codes in a lane."""
 Q8_WEIGHT_BYTES: Final = GROUP // 2 * LANES + 2 * VECTOR_BYTES
 """A plane of a panel: 4 lanes of 16 columns with 8 codes each, 16 float32 scales, and 16 offsets."""
+_FETCHED_BY_UNPACKING: Final = Q8_WEIGHT_BYTES // 2
+"""Of a plane that is fetched ahead. What multiplies in tiles fetches the rest, so that memory is busy all the time."""
 _SCALES: Final = _LANES * VECTOR_BYTES
 _CODE_SHIFTS: Final = (3, -1, -5, -9)
 """To the left, for each of a lane's four pairs of codes: to where bfloat16 has the highest bits of its fraction."""
@@ -71,9 +76,12 @@ FEW_ROWS_PLANES: Final = 24
 """The same for one tile of rows, a panel at a time: what is unpacked for it stays in the first cache."""
 _TILE_HEIGHTS: Final = (1, 2, 4, 8, TILE_ROWS)
 _PIECE_BYTES: Final = PIECE_PLANES * UNPACKED_BYTES
-_SUMS: Final = PANELS * _PIECE_BYTES + UNPACKED_BYTES
-"""In the buffer: two tiles of sums, behind the unpacked planes and one more that may be read, not used."""
-_WHOLES: Final = _SUMS + 2 * TILE_BYTES
+_AT_ONCE: Final = 4
+"""Planes that tiles multiply at once, of up to 4 rows: one at a time, each waits for the one before it to be stored,
+20 ns, not 13. Of more rows there is enough to scale meanwhile."""
+_SUMS: Final = PANELS * _PIECE_BYTES + _AT_ONCE * UNPACKED_BYTES
+"""In the buffer: twice so many tiles of sums, behind the unpacked planes and as many that may be read, not used."""
+_WHOLES: Final = _SUMS + 2 * _AT_ONCE * TILE_BYTES
 """Then, for each plane, the sums of 16 rows of inputs."""
 _TOTALS: Final = _WHOLES + PIECE_PLANES * VECTOR_BYTES
 BUFFER_BYTES: Final = _TOTALS + TILE_BYTES
@@ -175,15 +183,20 @@ def _so_far(b: Builder, going_on: Value, address: Value, vectors: int) -> list[V
     return [b.select(used, vector, every_lane(0.0)) for vector in there]
 
 
+def _fetch(b: Builder, plane: Value, first: int, end: int) -> None:
+    """Bring bytes of a plane to the cache."""
+    for line in range(first, end, VECTOR_BYTES):
+        emit_prefetch(b, offset(b, plane, line))
+
+
 @instruction(NOTHING, ADDRESS, ADDRESS, INT, ADDRESS)
 def _unpack(b: Builder, panel: Value, ahead: Value, planes: Value, to: Value) -> None:
     """Planes of a panel as bfloat16; meanwhile those at `ahead` come to the cache."""
 
     def body(k: Value, carried: list[Value]) -> list[Value]:
         at, into = b.mul(k, const(Q8_WEIGHT_BYTES)), b.add(to, b.mul(k, const(UNPACKED_BYTES)))
-        source, later = b.add(panel, at), b.add(ahead, at)
-        for line in range(0, Q8_WEIGHT_BYTES, VECTOR_BYTES):
-            emit_prefetch(b, offset(b, later, line))
+        source = b.add(panel, at)
+        _fetch(b, b.add(ahead, at), 0, _FETCHED_BY_UNPACKING if AMX else Q8_WEIGHT_BYTES)
         for lane in range(_LANES):
             codes = load_from(b, offset(b, source, lane * VECTOR_BYTES), i32x16)
             for pair in range(_PAIRS):
@@ -216,7 +229,7 @@ def _gather_sums(
     by_case(b, height, _TILE_HEIGHTS, emit)
 
 
-@instruction(NOTHING, INT, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, ADDRESS)
+@instruction(NOTHING, INT, INT, ADDRESS, INT, ADDRESS, ADDRESS, ADDRESS, INT, INT, ADDRESS, ADDRESS)
 def _amx_tile(
     b: Builder,
     going_on: Value,
@@ -224,6 +237,7 @@ def _amx_tile(
     x: Value,
     x_bytes: Value,
     weights: Value,
+    ahead: Value,
     unpacked: Value,
     planes: Value,
     in_two: Value,
@@ -231,7 +245,7 @@ def _amx_tile(
     totals: Value,
 ) -> None:
     """A tile of rows times a panel → `totals`, float32 [16, 16], of which 1, 2, 4, 8 or 16 (`height`) rows count; added
-    to what is there if `going_on`.
+    to what is there if `going_on`. `ahead`: another panel's planes, to bring to the cache.
 
     While the sums of a plane are scaled, the tiles multiply the next one.
     """
@@ -239,36 +253,61 @@ def _amx_tile(
         return
     sums, wholes = offset(b, buffer, _SUMS), offset(b, buffer, _WHOLES)
 
-    def sums_of(k: Value) -> Value:
-        return b.add(sums, b.mul(b.and_(k, const(1)), const(TILE_BYTES)))
+    def begin(turn: Value, first: Value, count: int) -> None:
+        """The products of `count` planes, each in tiles of its own."""
+        to = b.add(sums, b.mul(b.and_(turn, const(1)), const(_AT_ONCE * TILE_BYTES)))
+        for at in range(count):
+            k = b.add(first, const(at))
+            _fetch(b, b.add(ahead, b.mul(k, const(Q8_WEIGHT_BYTES))), _FETCHED_BY_UNPACKING, Q8_WEIGHT_BYTES)
+            emit_zero(b, at)
+            emit_load_tile(b, 4 + at % 2, b.add(x, b.mul(b.lshr(k, in_two), const(Q8_VALUES_BYTES))), x_bytes)
+            emit_load_tile(b, 6 + at % 2, b.add(unpacked, b.mul(k, const(UNPACKED_BYTES))), const(TILE_ROW_BYTES))
+            emit_dot(b, at, 4 + at % 2, 6 + at % 2)
+        for at in range(count):
+            emit_store_tile(b, at, offset(b, to, at * TILE_BYTES), const(TILE_ROW_BYTES))
 
-    def begin(k: Value) -> None:
-        emit_zero(b, 0)
-        emit_load_tile(b, 4, b.add(x, b.mul(b.lshr(k, in_two), const(Q8_VALUES_BYTES))), x_bytes)
-        emit_load_tile(b, 6, b.add(unpacked, b.mul(k, const(UNPACKED_BYTES))), const(TILE_ROW_BYTES))
-        emit_dot(b, 0, 4, 6)
-        emit_store_tile(b, 0, sums_of(k), const(TILE_ROW_BYTES))
-
-    def emit(rows: int) -> None:
-        def body(k: Value, before: list[Value]) -> list[Value]:
-            # After the last plane the next one is not there, but memory is, and what it gives is not used.
-            begin(b.add(k, const(1)))
-            numbers = b.add(weights, b.mul(k, const(Q8_WEIGHT_BYTES)))
+    def scaled(turn: Value, first: Value, count: int, totals: list[Value]) -> list[Value]:
+        """`totals` + the products of the planes that were begun for this turn."""
+        here = b.add(sums, b.mul(b.and_(turn, const(1)), const(_AT_ONCE * TILE_BYTES)))
+        for at in range(count):
+            k = b.add(first, const(at))
+            numbers, whole_at = b.add(weights, b.mul(k, const(Q8_WEIGHT_BYTES))), b.mul(k, const(VECTOR_BYTES))
             scales, offsets = (
                 load_from(b, offset(b, numbers, _SCALES + part * VECTOR_BYTES), f32x16) for part in (0, 1)
             )
-            here, whole_at = sums_of(k), b.add(wholes, b.mul(k, const(VECTOR_BYTES)))
             after = []
-            for row, total in enumerate(before):
-                whole = spread(b, load_from(b, offset(b, whole_at, row * F32_BYTES), f32))
-                own = load_from(b, offset(b, here, row * VECTOR_BYTES), f32x16)
+            for row, total in enumerate(totals):
+                whole = spread(b, load_from(b, offset(b, b.add(wholes, whole_at), row * F32_BYTES), f32))
+                own = load_from(b, offset(b, here, at * TILE_BYTES + row * VECTOR_BYTES), f32x16)
                 after.append(fused(b, own, scales, fused(b, whole, offsets, total)))
-            return after
+            totals = after
+        return totals
 
-        begin(const(0))
-        start = [_so_far(b, going_on, offset(b, totals, row * VECTOR_BYTES), 1)[0] for row in range(rows)]
-        for row, total in enumerate(loop(b, planes, start, body)):
-            store_to(b, offset(b, totals, row * VECTOR_BYTES), total)
+    def emit(rows: int) -> None:
+        at_once = _AT_ONCE if rows <= 4 else 1
+        turns, rest = b.udiv(planes, const(at_once)), b.urem(planes, const(at_once))
+
+        def ahead_of_scaling(turn: Value, before: list[Value]) -> list[Value]:
+            first = b.mul(turn, const(at_once))
+            # After the last planes the next are not there, but memory is, and what it gives is not used.
+            begin(b.add(turn, const(1)), b.add(first, const(at_once)), at_once)
+            return scaled(turn, first, at_once, before)
+
+        def one(at: Value, before: list[Value]) -> list[Value]:
+            first = b.add(b.mul(turns, const(at_once)), at)
+            begin(at, first, 1)
+            return scaled(at, first, 1, before)
+
+        places = [offset(b, totals, row * VECTOR_BYTES) for row in range(rows)]
+        for place in places:
+            store_to(b, place, _so_far(b, going_on, place, 1)[0])
+        for count, body in ((turns, ahead_of_scaling), (rest, one)):
+            with b.if_then(b.icmp_signed(">", count, const(0))):
+                if body is ahead_of_scaling:
+                    begin(const(0), const(0), at_once)
+                start = [load_from(b, place, f32x16) for place in places]
+                for place, total in zip(places, loop(b, count, start, body)):
+                    store_to(b, place, total)
 
     by_case(b, height, _TILE_HEIGHTS, emit)
 
@@ -283,6 +322,115 @@ def _copy_vectors(b: Builder, rows: Value, source: Value, source_bytes: Value, t
         return carried
 
     loop(b, rows, [], body)
+
+
+@instruction(NOTHING, INT, ADDRESS, INT, INT, ADDRESS, ADDRESS, INT, INT, INT, ADDRESS, INT, ADDRESS)
+def _as_tiles_do(
+    b: Builder,
+    rows: Value,
+    x: Value,
+    x_bytes: Value,
+    sums_at: Value,
+    weights: Value,
+    ahead: Value,
+    panel_bytes: Value,
+    planes: Value,
+    in_two: Value,
+    out: Value,
+    out_bytes: Value,
+    buffer: Value,
+) -> None:
+    """1 or 2 rows times 64 columns, without tiles, to the bits that tiles give (`amx`): the even and the odd places of
+    a group are summed apart. Subnormal numbers are zero here too (`flush_subnormals`).
+
+    A row takes 96 operations for 32 codes of 16 columns, less time than memory to bring them.
+    """
+
+    def emit_panels(height: int, first: int, width: int) -> None:
+        inputs, outputs = addresses(b, x, x_bytes, height), addresses(b, out, out_bytes, height)
+        panels, later = (
+            [b.add(start, b.mul(panel_bytes, const(first + at))) for at in range(width)] for start in (weights, ahead)
+        )
+
+        def body(k: Value, before: list[Value]) -> list[Value]:
+            group, plane_at = b.lshr(k, in_two), b.mul(k, const(Q8_WEIGHT_BYTES))
+            here = [b.add(panel, plane_at) for panel in panels]
+            for address in later:
+                _fetch(b, b.add(address, plane_at), 0, Q8_WEIGHT_BYTES)
+            wide = [
+                _widened(b, row, group, offset(b, buffer, number * 2 * VECTOR_BYTES))
+                for number, row in enumerate(inputs)
+            ]
+            places = _sums_by_place(b, wide, here)
+            after = []
+            for row, address in enumerate(inputs):
+                whole_at = b.add(b.add(address, sums_at), b.mul(group, const(F32_BYTES)))
+                whole = spread(b, load_from(b, whole_at, f32))
+                for panel, numbers in enumerate(here):
+                    scales, offsets = (
+                        load_from(b, offset(b, numbers, _SCALES + part * VECTOR_BYTES), f32x16) for part in (0, 1)
+                    )
+                    own = b.fadd(every_lane(0.0), b.fadd(*places[row][panel]))
+                    after.append(fused(b, own, scales, fused(b, whole, offsets, before[row * width + panel])))
+            return after
+
+        flat = loop(b, planes, [every_lane(0.0)] * (height * width), body)
+        keep(b, [flat[at : at + width] for at in range(0, len(flat), width)], outputs, first)
+
+    def emit(height: int) -> None:
+        width = PANELS // height
+        for first in range(0, PANELS, width):
+            emit_panels(height, first, width)
+
+    if AMX:
+        by_case(b, rows, (1, 2), emit)
+
+
+def _widened(b: Builder, row: Value, group: Value, to: Value) -> Value:
+    """A group's 32 values as float32, the 16 of even places first → where they are."""
+    pairs = load_from(b, b.add(row, b.mul(group, const(Q8_VALUES_BYTES))), i32x16)
+    store_to(b, to, b.shl(pairs, every_int(16)))
+    store_to(b, offset(b, to, VECTOR_BYTES), b.and_(pairs, every_int(-65536)))
+    return to
+
+
+def _sums_by_place(b: Builder, wide: Sequence[Value], planes: Sequence[Value]) -> list[list[list[Value]]]:
+    """[rows][panels][even, odd]: the products of `wide` rows and a plane's codes, each place summed by itself."""
+    sums = [[[every_lane(0.0)] * 2 for _ in planes] for _ in wide]
+    for lane in range(_LANES):
+        codes = [load_from(b, offset(b, plane, lane * VECTOR_BYTES), i32x16) for plane in planes]
+        for pair in range(_PAIRS):
+            for place in range(2):
+                ours = [_code(b, lanes, pair, place) for lanes in codes]
+                number = place * GROUP // 2 + _PAIRS * lane + pair
+                for row, values in enumerate(wide):
+                    value = spread(b, load_from(b, offset(b, values, number * F32_BYTES), f32))
+                    for panel, code in enumerate(ours):
+                        sums[row][panel][place] = fused(b, value, code, sums[row][panel][place])
+    return sums
+
+
+def _code(b: Builder, lanes: Value, pair: int, place: int) -> Value:
+    """One code of each lane, even or odd, as the float32 16 + code."""
+    by = _CODE_SHIFTS[pair] + 16 * (1 - place)
+    moved = b.shl(lanes, every_int(by)) if by > 0 else b.lshr(lanes, every_int(-by))
+    return b.bitcast(b.or_(b.and_(moved, every_int(0x00780000)), every_int(0x41800000)), f32x16)
+
+
+_NEAREST_WITHOUT_SUBNORMALS: Final = 0x9FC0
+"""Of the register that says how numbers are rounded: to nearest, subnormal inputs and results as zero, no traps."""
+_NEAREST: Final = 0x1F80
+
+
+@instruction(NOTHING, INT)
+def flush_subnormals(b: Builder, on: Value) -> None:
+    """In this thread, where there are tiles: count subnormal numbers as zero, as tiles do, or as themselves again."""
+    if not AMX:
+        return
+    word = cgutils.alloca_once(b, i32)
+    chosen = b.select(b.icmp_signed("!=", on, const(0)), const(_NEAREST_WITHOUT_SUBNORMALS), const(_NEAREST))
+    b.store(b.trunc(chosen, i32), word)
+    call(b, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [b.bitcast(word, i8.as_pointer())])
 
 
 @kernel
@@ -318,8 +466,9 @@ def _multiply_few_in_tiles(
             here, of = own + first * Q8_WEIGHT_BYTES, x + group * Q8_VALUES_BYTES
             sums = x + sums_at + group * F32_BYTES
             _gather_sums(height, rows, sums, x_bytes, planes, in_two, buffer + _WHOLES)
-            _unpack(here, next_own + first * Q8_WEIGHT_BYTES, planes, buffer)
-            _amx_tile(first, height, of, x_bytes, here, buffer, planes, in_two, buffer, totals)
+            ahead = next_own + first * Q8_WEIGHT_BYTES
+            _unpack(here, ahead, planes, buffer)
+            _amx_tile(first, height, of, x_bytes, here, ahead, buffer, planes, in_two, buffer, totals)
         _copy_vectors(rows, totals, VECTOR_BYTES, out + panel * VECTOR_BYTES, out_bytes)
 
 
@@ -331,6 +480,7 @@ def _multiply_piece_in_tiles(
     rows: int,
     sums_at: int,
     weights: int,
+    following: int,
     panel_bytes: int,
     planes: int,
     in_two: int,
@@ -351,9 +501,10 @@ def _multiply_piece_in_tiles(
         for panel in range(PANELS):
             to = out + first * out_bytes + panel * VECTOR_BYTES
             unpacked, numbers = buffer + panel * _PIECE_BYTES, weights + panel * panel_bytes
+            ahead = following + panel * panel_bytes if first == 0 else numbers
             if going_on:
                 _copy_vectors(count, to, out_bytes, totals + skipped * VECTOR_BYTES, VECTOR_BYTES)
-            _amx_tile(going_on, height, of, x_bytes, numbers, unpacked, planes, in_two, buffer, totals)
+            _amx_tile(going_on, height, of, x_bytes, numbers, ahead, unpacked, planes, in_two, buffer, totals)
             _copy_vectors(count, totals + skipped * VECTOR_BYTES, VECTOR_BYTES, to, out_bytes)
 
 
@@ -380,6 +531,11 @@ def multiply_groups(
     if not AMX and rows <= MAX_ROWS:
         _register_tile(0, rows, x, x_bytes, sums_at, weights, 0, panel_bytes, all_planes, in_two, out, out_bytes)
         return
+    if AMX and rows <= 2:
+        _as_tiles_do(
+            rows, x, x_bytes, sums_at, weights, following, panel_bytes, all_planes, in_two, out, out_bytes, buffer
+        )
+        return
     if AMX and rows <= TILE_ROWS:
         _multiply_few_in_tiles(
             x, x_bytes, rows, sums_at, weights, following, panel_bytes, all_planes, in_two, out, out_bytes, buffer
@@ -400,6 +556,7 @@ def multiply_groups(
                 rows,
                 further,
                 here,
+                following + before,
                 panel_bytes,
                 planes,
                 in_two,
