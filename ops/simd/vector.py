@@ -42,7 +42,6 @@ from headrace.ops.simd.instructions import (
     f32,
     f32x16,
     fused,
-    host_features,
     i8,
     i16,
     i16x16,
@@ -55,6 +54,7 @@ from headrace.ops.simd.instructions import (
     spread,
     store_to,
 )
+from headrace.ops.simd.target import host_features
 
 F32: Final = np.float32(0)
 BF16: Final = np.uint16(0)
