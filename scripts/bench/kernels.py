@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.ops.simd.amx import release_tiles
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
 from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
 from headrace.ops.simd.instructions import LANES, kernel
@@ -90,13 +91,13 @@ def all_heads(
 ) -> None:
     """Attention of `rows` requests in bfloat16, each with `tokens` tokens at the end of its context."""
     sharing, page_bytes = HEADS // KV_HEADS, 2 * KV_HEADS * PAGE * DIM * 2
-    row_bytes, block = HEADS * DIM * 2, 48 // sharing
+    row_bytes, block, shaped = HEADS * DIM * 2, 48 // sharing, 0
     for row in range(rows):
         for first in range(0, tokens, block):
             for head in range(KV_HEADS):
                 at = (row * tokens + first) * row_bytes + head * sharing * DIM * 2
                 keys, values = head * PAGE * DIM * 2, (KV_HEADS + head) * PAGE * DIM * 2
-                attend_block(
+                shaped = attend_block(
                     BF16_WITNESS,
                     HeadPages(table + row * (context // PAGE + 1) * 4, pages, page_bytes, PAGE, DIM, keys, values),
                     queries + at,
@@ -110,7 +111,10 @@ def all_heads(
                     scratch,
                     out + at,
                     row_bytes,
+                    shaped,
                 )
+    if shaped > 0:
+        release_tiles()
 
 
 BF16_WITNESS: Final = BF16
