@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from headrace.ops.simd.amx import TILE_ROWS
-from headrace.ops.simd.attention_tiles import bring_together, in_tiles, mix_tiles, score_tiles, shape_tiles
+from headrace.ops.simd.attention_tiles import attend_in_tiles, bring_together, in_tiles, shape_tiles
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.softmax import KEYS, begin_rows, share_of, weigh_rows
 from headrace.ops.simd.team import LINE_BYTES
@@ -178,6 +178,17 @@ def mix_rows(kv: Any, rows: int, head_dim: int, weights: int, found: int, ahead:
 
 
 @kernel
+def attend_in_vectors(
+    kv: Any, sight: Any, rows: int, head_dim: int, seen: int, found: int, ahead: int, across: int, parts: Any
+) -> None:
+    """What 64 keys add to a block's rows, the values `across` bytes behind their keys. `parts`: a `Scratch`."""
+    score_rows(kv, rows, head_dim, parts.queries, found, ahead, parts.scores)
+    state = parts.biases, parts.totals, parts.mixed
+    weigh_rows(kv, sight, 0, rows, seen, parts.scores, *state, head_dim, parts.weights)
+    mix_rows(kv, rows, head_dim, parts.weights, found, ahead, across, parts.mixed)
+
+
+@kernel
 def attend_block(
     kv: Any,
     head: Any,
@@ -185,23 +196,21 @@ def attend_block(
     query_bytes: int,
     tokens: int,
     position: int,
-    sharing: int,
-    scale: float,
-    window: int,
-    cap: float,
+    sight: Any,
     scratch: int,
     out: int,
     out_bytes: int,
     shaped: int,
 ) -> int:
-    """`tokens` tokens from `position` on, `sharing` query heads of each → the same shape in `out`, of `kv` values.
+    """`tokens` tokens from `position` on, the query heads of each that share the KV head → the same shape in `out`.
 
-    `head`: `HeadPages`. `queries`, `out`: the first token's first head; tokens are `query_bytes` and `out_bytes` apart.
-    `window`: a token sees itself and so many - 1 before it; 0: all. `cap`: of scores, soft; 0: none.
+    `head`: `HeadPages`. `queries`, `out`: the first token's first head, of `kv` values; tokens are `query_bytes` and
+    `out_bytes` apart. `sight`: a `Sight`.
     `shaped`: rows that the thread's tiles have from the last block, 0 at first → what they have now. They are to be
     released in the end.
     """
-    size, head_dim, rows = value_bytes(kv), head.head_dim, tokens * sharing
+    size, head_dim, sharing, window = value_bytes(kv), head.head_dim, sight.sharing, sight.window
+    rows = tokens * sharing
     parts = scratch_parts(scratch, rows, head_dim)
     head_bytes, mixed_bytes = head_dim * size, head_dim * F32_BYTES
     end = position + tokens
@@ -228,34 +237,15 @@ def attend_block(
             # Pages lie anywhere: no prefetcher of the CPU guesses the next one.
             ahead = parts.found + (start // KEYS + 1) % 2 * GROUPS * 8
             find_groups(kv, head, start + KEYS, end, ahead)
-        if in_tiles(kv):
-            score_tiles(rows, head_dim, parts.queries, here, ahead, parts.scores)
-        else:
-            score_rows(kv, rows, head_dim, parts.queries, here, ahead, parts.scores)
         seen = position + 1 - start
-        weigh_rows(
-            kv,
-            rows,
-            sharing,
-            seen,
-            window,
-            scale,
-            cap,
-            parts.scores,
-            parts.biases,
-            parts.totals,
-            parts.mixed,
-            head_dim,
-            parts.weights,
-        )
         if in_tiles(kv):
             values = parts.gathered + across
             if whole_groups:
                 values = parts.gathered
                 bring_together(head_dim, here, ahead, across, values)
-            mix_tiles(rows, head_dim, min(KEYS, end - start), parts.weights, values, parts.mixed)
+            attend_in_tiles(kv, sight, rows, head_dim, seen, min(KEYS, end - start), here, ahead, parts, values)
         else:
-            mix_rows(kv, rows, head_dim, parts.weights, here, ahead, across, parts.mixed)
+            attend_in_vectors(kv, sight, rows, head_dim, seen, here, ahead, across, parts)
     for row in range(rows):
         to = out + row // sharing * out_bytes + row % sharing * head_bytes
         share = share_of(parts.totals + row * VECTOR_BYTES)

@@ -39,7 +39,7 @@ from headrace.ops.simd.instructions import (
     load_from,
     offset,
 )
-from headrace.ops.simd.softmax import KEYS, SCORE_BYTES
+from headrace.ops.simd.softmax import KEYS, SCORE_BYTES, weigh_rows
 from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import PANELS
 from headrace.ops.simd.vector import (
@@ -66,12 +66,6 @@ _LEFT, _LAST_LEFT, _RIGHT, _LAST_RIGHT = 4, 5, 6, 7
 def in_tiles(b: Builder, kv: Any) -> Value:
     """Whether attention to KV of these elements is computed in tiles."""
     return ir.Constant(i1, int(AMX and is_bf16(kv)))
-
-
-@kernel
-def whole_tiles(rows: int) -> int:
-    """Rows that are computed where there are so many: all, or whole tiles."""
-    return rows if rows < amx.TILE_ROWS else (rows + amx.TILE_ROWS - 1) // amx.TILE_ROWS * amx.TILE_ROWS
 
 
 @instruction(NOTHING, INT)
@@ -158,20 +152,17 @@ def _fetch(b: Builder, found: Value, at: Value) -> None:
 
 
 @kernel
-def score_tiles(rows: int, head_dim: int, queries: int, found: int, ahead: int, scores: int) -> None:
-    """`attention.score_rows` in tiles."""
-    head_bytes = head_dim * 2
-    for row in range(0, rows, amx.TILE_ROWS):
-        of = queries + row * head_bytes
-        _clear_totals()
-        for at in range(head_dim // LEFT_VALUES):
-            if row == 0 and ahead != found:
-                _fetch(ahead, at * amx.TILE_BYTES)
-            _score(of + at * amx.TILE_ROW_BYTES, head_bytes, found, at * amx.TILE_BYTES)
-        if head_dim % LEFT_VALUES > 0:
-            at = head_dim // LEFT_VALUES
-            _score_last(of + at * amx.TILE_ROW_BYTES, head_bytes, found, at * amx.TILE_BYTES)
-        _keep_totals(PANELS, scores + row * SCORE_BYTES, SCORE_BYTES)
+def score_tile(head_dim: int, queries: int, found: int, ahead: int, scores: int) -> None:
+    """float32 scores [16, 64] of packed queries with the keys of 4 groups, `ahead` those to bring to the cache."""
+    head_bytes, steps = head_dim * 2, head_dim // LEFT_VALUES
+    _clear_totals()
+    for step in range(steps):
+        if ahead != found:
+            _fetch(ahead, step * amx.TILE_BYTES)
+        _score(queries + step * amx.TILE_ROW_BYTES, head_bytes, found, step * amx.TILE_BYTES)
+    if head_dim % LEFT_VALUES > 0:
+        _score_last(queries + steps * amx.TILE_ROW_BYTES, head_bytes, found, steps * amx.TILE_BYTES)
+    _keep_totals(PANELS, scores, SCORE_BYTES)
 
 
 @kernel
@@ -187,14 +178,53 @@ def bring_together(head_dim: int, found: int, ahead: int, across: int, values: i
 
 
 @kernel
-def mix_tiles(rows: int, head_dim: int, tokens: int, weights: int, values: int, mixed: int) -> None:
-    """float32 mixed [rows, head_dim] += weights · values of the first `tokens` of 64, which lie together."""
+def mix_tile(head_dim: int, tokens: int, weights: int, values: int, mixed: int) -> None:
+    """float32 mixed [16, head_dim] += weights · values of the first `tokens` of 64, which lie together."""
     mixed_bytes, pair_bytes = head_dim * F32_BYTES, head_dim * LANE_BYTES
+    for at in range(0, head_dim, PANELS * LANES):
+        panels = min(PANELS, (head_dim - at) // LANES)
+        here, to = values + at * LANE_BYTES, mixed + at * F32_BYTES
+        _load_totals(panels, to, mixed_bytes)
+        for token in range(0, tokens, LEFT_VALUES):
+            _mix(panels, weights + token * 2, here + token // 2 * pair_bytes, pair_bytes)
+        _keep_totals(panels, to, mixed_bytes)
+
+
+@kernel
+def attend_in_tiles(
+    kv: Any,
+    sight: Any,
+    rows: int,
+    head_dim: int,
+    seen: int,
+    tokens: int,
+    found: int,
+    ahead: int,
+    parts: Any,
+    values: int,
+) -> None:
+    """What 64 keys, the first `tokens` of them at most, add to a block's rows. `parts`: its `Scratch`.
+
+    The next tile's scores are asked for before a tile's weights are computed: dots and vectors have units of their own.
+    """
+    score_tile(head_dim, parts.queries, found, ahead, parts.scores)
     for row in range(0, rows, amx.TILE_ROWS):
-        for at in range(0, head_dim, PANELS * LANES):
-            panels = min(PANELS, (head_dim - at) // LANES)
-            here, to = values + at * LANE_BYTES, mixed + row * mixed_bytes + at * F32_BYTES
-            _load_totals(panels, to, mixed_bytes)
-            for token in range(0, tokens, LEFT_VALUES):
-                _mix(panels, weights + row * WEIGHT_BYTES + token * 2, here + token // 2 * pair_bytes, pair_bytes)
-            _keep_totals(panels, to, mixed_bytes)
+        after = row + amx.TILE_ROWS
+        if after < rows:
+            to = parts.scores + after % (2 * amx.TILE_ROWS) * SCORE_BYTES
+            score_tile(head_dim, parts.queries + after * head_dim * 2, found, found, to)
+        mixed = parts.mixed + row * head_dim * F32_BYTES
+        weigh_rows(
+            kv,
+            sight,
+            row,
+            min(amx.TILE_ROWS, rows - row),
+            seen,
+            parts.scores + row % (2 * amx.TILE_ROWS) * SCORE_BYTES,
+            parts.biases + row * F32_BYTES,
+            parts.totals + row * VECTOR_BYTES,
+            mixed,
+            head_dim,
+            parts.weights,
+        )
+        mix_tile(head_dim, tokens, parts.weights, values, mixed)

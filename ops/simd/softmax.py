@@ -17,7 +17,7 @@ A row's state is its bias, `ROUNDER` - n, and its sums of weights, one for each 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,19 @@ _FIRST_BIAS: Final = np.float32(ROUNDER + 2.0**21)
 _RAISED: Final = np.float32(ROUNDER + LARGEST)
 
 
+class Sight(NamedTuple):
+    """What the rows of a block see, and how much of it."""
+
+    sharing: int
+    """Rows of one token: they see the same."""
+    window: int
+    """A token sees itself and so many - 1 before it; 0: all."""
+    scale: float
+    """Of scores."""
+    cap: float
+    """Of scaled scores, soft; 0: none."""
+
+
 @kernel
 def capped(scores: Any, cap: float) -> Any:
     """cap · tanh(scores / cap)."""
@@ -90,17 +103,17 @@ def cap_scores(rows: int, scores: int, scale: float, cap: float) -> None:
 
 
 @kernel
-def hide_keys(rows: int, sharing: int, seen: int, window: int, scores: int) -> None:
-    """Hide what rows may not see: row r sees keys below `seen` + r // `sharing`, `window` of them at most (0: all)."""
+def hide_keys(sight: Any, first: int, rows: int, seen: int, scores: int) -> None:
+    """Hide what the rows may not see."""
     hidden = splat(_HIDDEN)
     for row in range(rows):
-        high = seen + row // sharing
-        low = high - window if window > 0 else 0
+        high = seen + (first + row) // sight.sharing
+        low = high - sight.window if sight.window > 0 else 0
         if low > 0 or high < KEYS:
             here = scores + row * SCORE_BYTES
             for panel in range(PANELS):
-                at, first = here + panel * VECTOR_BYTES, panel * LANES
-                store(F32, at, where_between(low - first, high - first, load(F32, at), hidden))
+                at, key = here + panel * VECTOR_BYTES, panel * LANES
+                store(F32, at, where_between(low - key, high - key, load(F32, at), hidden))
 
 
 @kernel
@@ -129,12 +142,10 @@ def raise_biases(rows: int, factor: Any, scores: int, biases: int, totals: int, 
 @kernel
 def weigh_rows(
     kv: Any,
+    sight: Any,
+    first: int,
     rows: int,
-    sharing: int,
     seen: int,
-    window: int,
-    scale: float,
-    cap: float,
     scores: int,
     biases: int,
     totals: int,
@@ -144,18 +155,20 @@ def weigh_rows(
 ) -> None:
     """Weights of 64 keys, and what follows for the rows' state and sums. `scores` is overwritten.
 
-    `seen`: keys that the first row sees if there is no window; may be below 0. `mixed`: float32 [rows, head_dim].
+    The rows are those of a block from its row `first` on, as are all addresses. `sight`: a `Sight`. `seen`: keys that
+    the block's first row sees if there is no window; may be below 0. `mixed`: float32 [rows, head_dim].
     """
-    if cap > 0:
-        cap_scores(rows, scores, scale, cap)
+    scale, last = sight.scale, seen + (first + rows - 1) // sight.sharing
+    if sight.cap > 0:
+        cap_scores(rows, scores, scale, sight.cap)
         scale = 1.0
-    if seen < KEYS or (window > 0 and seen + (rows - 1) // sharing > window):
-        hide_keys(rows, sharing, seen, window, scores)
+    if seen + first // sight.sharing < KEYS or (sight.window > 0 and last > sight.window):
+        hide_keys(sight, first, rows, seen, scores)
     factor = splat(np.float32(scale) * _LOG2_E)
     raised = splat(np.float32(0))
     for row in range(rows):
         bias = splat(get_f32(biases + row * F32_BYTES))
-        raised = maximum(raised, fma(row_maximum(scores + row * SCORE_BYTES), factor, bias))
+        raised = maximum(fma(row_maximum(scores + row * SCORE_BYTES), factor, bias), raised)
     if any_above(raised, splat(_RAISED)):
         raise_biases(rows, factor, scores, biases, totals, mixed, head_dim)
     step = LANES * value_bytes(kv)

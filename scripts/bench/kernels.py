@@ -25,6 +25,7 @@ from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.products import multiply_block
 from headrace.ops.simd.rows import normalize_row
+from headrace.ops.simd.softmax import Sight
 from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 
@@ -104,10 +105,7 @@ def all_heads(
                     row_bytes,
                     min(block, tokens - first),
                     context - tokens + first,
-                    sharing,
-                    0.125,
-                    0,
-                    0.0,
+                    Sight(sharing, 0, 0.125, 0.0),
                     scratch,
                     out + at,
                     row_bytes,

@@ -22,6 +22,7 @@ from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.packing import pack, pack_groups, round_up
 from headrace.ops.simd.products import multiply_block
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
+from headrace.ops.simd.softmax import Sight
 from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 from headrace.ops.weights.groups import Groups
@@ -279,10 +280,7 @@ class Pages:
                 shape.sharing * shape.head_dim * size,
                 len(block),
                 position + first,
-                shape.sharing,
-                shape.head_dim**-0.5,
-                shape.window,
-                shape.cap,
+                Sight(shape.sharing, shape.window, shape.head_dim**-0.5, shape.cap),
                 scratch.data_ptr(),
                 into.data_ptr(),
                 shape.sharing * shape.head_dim * size,
