@@ -20,7 +20,8 @@ from typing import Any, Final
 
 import numba
 
-from headrace.ops.simd.attention import HeadPages, attend_block, capped
+from headrace.ops.simd.amx import release_tiles
+from headrace.ops.simd.attention import HeadPages, attend_block
 from headrace.ops.simd.copies import Pages, copy_phase
 from headrace.ops.simd.inputs import GROUP, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
@@ -34,6 +35,7 @@ from headrace.ops.simd.rows import (
     write_key,
     write_value,
 )
+from headrace.ops.simd.softmax import Sight, capped
 from headrace.ops.simd.tables import ATTEND, COPY, MLP, OUTPUT, STOP, Constant, LayerField, StepField
 from headrace.ops.simd.team import await_job, barrier, begin_job, claim
 from headrace.ops.simd.vector import F32, F32_BYTES, VECTOR_BYTES, get_address, get_i32, load, store, value_bytes
@@ -120,7 +122,8 @@ def table_of(step: Any, row: int) -> int:
 def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, constants: Any, scratch: int) -> None:
     """Every block of tokens, with each KV head."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
-    sharing, size = heads // kv_heads, value_bytes(kv)
+    sharing, size, shaped = heads // kv_heads, value_bytes(kv), 0
+    sight = Sight(sharing, window, constants[Constant.SCORE_SCALE], constants[Constant.SCORE_CAP])
     piece = claim(cells, phase)
     while piece < step[_S.ITEMS] * kv_heads:
         # The last blocks of a chunk see the most: they come first.
@@ -139,22 +142,22 @@ def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, con
             head * step[_S.HEAD_PLANE_BYTES],
             (kv_heads + head) * step[_S.HEAD_PLANE_BYTES],
         )
-        attend_block(
+        shaped = attend_block(
             kv,
             head_pages,
             step[_S.QUERIES] + token * step[_S.QUERY_BYTES] + of_head,
             step[_S.QUERY_BYTES],
             tokens,
             get_i32(step[_S.ROW_KV_LEN] + row * 4) - end + token,
-            sharing,
-            constants[Constant.SCORE_SCALE],
-            window,
-            constants[Constant.SCORE_CAP],
+            sight,
             scratch,
             step[_S.ATTENDED] + token * step[_S.ATTENDED_BYTES] + of_head,
             step[_S.ATTENDED_BYTES],
+            shaped,
         )
         piece = claim(cells, phase)
+    if shaped > 0:
+        release_tiles()
 
 
 @kernel

@@ -75,6 +75,7 @@ ADDRESS: Final = types.int64
 """Of a byte in memory."""
 INT: Final = types.int64
 FLOAT: Final = types.float32
+BOOL: Final = types.boolean
 NOTHING: Final = types.none
 
 

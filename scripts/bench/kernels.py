@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.ops.simd.amx import release_tiles
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.products import begin_products, block_rows, blocks_of, end_products, multiply_block
 from headrace.ops.simd.q8 import BUFFER_BYTES, Q8_WEIGHT_BYTES
 from headrace.ops.simd.rows import normalize_row
+from headrace.ops.simd.softmax import Sight
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 
@@ -107,27 +109,27 @@ def all_heads(
 ) -> None:
     """Attention of `rows` requests in bfloat16, each with `tokens` tokens at the end of its context."""
     sharing, page_bytes = HEADS // KV_HEADS, 2 * KV_HEADS * PAGE * DIM * 2
-    row_bytes, block = HEADS * DIM * 2, 48 // sharing
+    row_bytes, block, shaped = HEADS * DIM * 2, 48 // sharing, 0
     for row in range(rows):
         for first in range(0, tokens, block):
             for head in range(KV_HEADS):
                 at = (row * tokens + first) * row_bytes + head * sharing * DIM * 2
                 keys, values = head * PAGE * DIM * 2, (KV_HEADS + head) * PAGE * DIM * 2
-                attend_block(
+                shaped = attend_block(
                     BF16_WITNESS,
                     HeadPages(table + row * (context // PAGE + 1) * 4, pages, page_bytes, PAGE, DIM, keys, values),
                     queries + at,
                     row_bytes,
                     min(block, tokens - first),
                     context - tokens + first,
-                    sharing,
-                    0.125,
-                    0,
-                    0.0,
+                    Sight(sharing, 0, 0.125, 0.0),
                     scratch,
                     out + at,
                     row_bytes,
+                    shaped,
                 )
+    if shaped > 0:
+        release_tiles()
 
 
 BF16_WITNESS: Final = BF16

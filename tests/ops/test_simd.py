@@ -23,6 +23,7 @@ from headrace.ops.simd.packing import pack, pack_groups, round_up
 from headrace.ops.simd.products import begin_products, end_products, multiply_block
 from headrace.ops.simd.q8 import BUFFER_BYTES, Q8_WEIGHT_BYTES
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
+from headrace.ops.simd.softmax import Sight
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 from headrace.ops.weights.groups import Groups
@@ -37,6 +38,18 @@ def exp_of(element: Any, source: int, to: int, count: int) -> None:
     size = vector.value_bytes(element)
     for at in range(0, count * size, LANES * size):
         vector.store(element, to + at, vector.exp(vector.load(element, source + at)))
+
+
+@kernel
+def powers_of(element: Any, source: int, factor: float, bias: float, to: int, count: int) -> None:
+    by, less = vector.splat(np.float32(factor)), vector.splat(np.float32(bias))
+    for at in range(0, count * 4, LANES * 4):
+        vector.store(F32, to + at, vector.power(element, vector.load(F32, source + at), by, less))
+
+
+@kernel
+def shrink_of(source: int, to: int) -> None:
+    vector.store(F32, to, vector.power_of_two(vector.load(F32, source)))
 
 
 @kernel
@@ -66,6 +79,30 @@ def test_exp_beyond_what_float32_holds_is_nearly_nothing_or_large_but_a_number()
     exp_of(F32, x.data_ptr(), out.data_ptr(), len(x))
     assert bool(torch.isfinite(out).all())
     assert bool((out[[0, 1, 2, 6]] < 1e-37).all()) and bool((out[[3, 4, 5]] > 1e38).all()) and out[7] == 1
+
+
+@pytest.mark.parametrize(("element", "tolerance"), [(F32, 3e-7), (BF16, 8e-5)])
+def test_weights_are_powers_of_two_as_exact_as_their_element(element: Any, tolerance: float) -> None:
+    x = torch.linspace(-12, 3, 1600)
+    out = torch.empty_like(x)
+    powers_of(element, x.data_ptr(), 10.0, vector.ROUNDER - 30, out.data_ptr(), len(x))
+    expected = (x.double() * 10 - 30).exp2()
+    torch.testing.assert_close(out.double(), expected.where(expected >= 2**-125.5, 0), rtol=tolerance, atol=0)
+
+
+def test_a_weight_that_is_too_small_is_nothing_and_nan_stays_nan() -> None:
+    x = torch.tensor([-1e30, -1e9, -127.0, -math.inf, math.nan, 0.0, 1.0, -1.0] * 2)
+    out = torch.empty_like(x)
+    powers_of(F32, x.data_ptr(), 1.0, vector.ROUNDER, out.data_ptr(), len(x))
+    assert not out[:4].any() and bool(out[4].isnan())
+    torch.testing.assert_close(out[5:8], torch.tensor([1.0, 2.0, 0.5]), rtol=2e-7, atol=0)
+
+
+def test_what_was_added_up_shrinks_by_exact_powers_of_two() -> None:
+    n = torch.tensor([0.0, -1.0, -8.0, -126.0, -127.0, -1e6, -2e9, 5.0] * 2)
+    out = torch.empty_like(n)
+    shrink_of(n.data_ptr(), out.data_ptr())
+    assert out.tolist() == [1.0, 0.5, 2.0**-8, 2.0**-126, 0.0, 0.0, 0.0, 32.0] * 2
 
 
 def test_bfloat16_is_rounded_to_nearest_even_as_torch_does() -> None:
@@ -252,22 +289,21 @@ class Pages:
             keys=0,
             values=self._pages.stride(1) * size,
         )
+        shaped = 0
         for first in range(0, len(queries), step):
             block, into = queries[first : first + step], out[first:]
-            attend_block(
+            shaped = attend_block(
                 WITNESSES[self._dtype],
                 head,
                 block.data_ptr(),
                 shape.sharing * shape.head_dim * size,
                 len(block),
                 position + first,
-                shape.sharing,
-                shape.head_dim**-0.5,
-                shape.window,
-                shape.cap,
+                Sight(shape.sharing, shape.window, shape.head_dim**-0.5, shape.cap),
                 scratch.data_ptr(),
                 into.data_ptr(),
                 shape.sharing * shape.head_dim * size,
+                shaped,
             )
         return out
 
@@ -328,3 +364,30 @@ def test_a_token_attends_with_the_same_bits_alone_and_in_a_chunk(
         seen = position + token + 1
         alone = Pages(keys[:seen], values[:seen], shape).attend(queries[token : token + 1], position + token)
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("growth", [-1.0, 1.0])
+def test_scores_may_grow_or_fall_by_hundreds_along_the_keys(dtype: torch.dtype, growth: float) -> None:
+    """Where they grow, each block of keys outweighs all before it; where they fall, it weighs nothing."""
+    shape, context = Shape(3, 64, 16), 400
+    queries, keys, values = tensors(shape, context, 40, dtype)
+    queries[..., 0], keys[:, 0] = 8, growth * torch.arange(context)
+    together = Pages(keys, values, shape).attend(queries, context - 40)
+    # Scores of 3200 have 2e-4 of rounding in float32.
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-3
+    expected = dense(queries, keys, values, context - 40, shape)
+    torch.testing.assert_close(together.double(), expected, rtol=tolerance, atol=tolerance)
+    alone = Pages(keys, values, shape).attend(queries[-1:], context - 1)
+    assert torch.equal(alone[0], together[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_of_nan_leaves_the_rows_before_it_alone_and_is_not_hidden_from_those_after(dtype: torch.dtype) -> None:
+    shape = Shape(3, 64, 16)
+    queries, keys, values = tensors(shape, 100, 100, dtype)
+    expected = Pages(keys, values, shape).attend(queries, 0)
+    keys[70] = math.nan
+    given = Pages(keys, values, shape).attend(queries, 0)
+    assert torch.equal(given[:70], expected[:70])
+    assert bool(given[70:].isnan().all())
