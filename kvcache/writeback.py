@@ -5,7 +5,7 @@ out    writes to the storage client; events of what is stored; `on_end` when a w
 state  writes under way, with their numbers (`host`); what was put off, by the prefix that it belongs to
 owner  `KvCache`; nothing else calls it
 ready  a page is stored when its write is acknowledged
-end    host pages that storage reads are not used again before their write has ended (`HostTier.begin_write`)
+end    host pages that storage reads are not used again before their write has ended (`HostPool.begin_write`)
 
 What storage did not take, since it was detached, silent or too slow, is put off: it is written when storage is usable
 and nothing else is being written, a few pages at a time, from where the host has it then. Nothing holds it there: what
@@ -156,7 +156,7 @@ class WriteBack:
         self._writes += 1
         write, pages = self._writes, np.concatenate([run.host for run in runs])
         under_way = self._under_way[write] = _UnderWay(number, len(runs))
-        self._host.begin_write(pages, write)
+        self._host.pool.begin_write(pages, write)
 
         def written(run: Run, reply: Written) -> None:
             under_way.runs_left -= 1
@@ -166,7 +166,7 @@ class WriteBack:
                 self._events.stored_in_storage(key, run.start, run.end, reply.dropped)
             if not under_way.runs_left:
                 del self._under_way[write]
-                self._host.end_write(pages, write)
+                self._host.pool.end_write(pages, write)
                 self._on_end()
                 self.resume()
 

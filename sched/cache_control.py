@@ -18,8 +18,9 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from headrace.kvcache.cache import Cleared, KvCache
+from headrace.kvcache.cache import KvCache
 from headrace.kvcache.events import KvEvents
+from headrace.kvcache.holding import Cleared
 from headrace.kvcache.identity import PageHash, PrefixKey
 from headrace.kvcache.read_ahead import group_keys
 from headrace.kvcache.storage.client import StorageClient
