@@ -25,23 +25,25 @@ from itertools import groupby
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headrace.kvcache.cache_check import check_cache
 from headrace.kvcache.events import KvEvents
 from headrace.kvcache.holding import CacheStats, Cleared, Held, Holding, Repointed
 from headrace.kvcache.host import NOTHING_PENDING, Copied, Copy, HostTier, WritePolicy
 from headrace.kvcache.identity import PageHash, PrefixKey
-from headrace.kvcache.integrity import Claims, joined
 from headrace.kvcache.layout import KvLayout
-from headrace.kvcache.pins import PINNED_SHARE, Pins
-from headrace.kvcache.pool import Fence, Owner, PagePool
+from headrace.kvcache.pins import Pins
+from headrace.kvcache.pool import PINNED_SHARE, Fence, Owner, PagePool
 from headrace.kvcache.prefetch import Prefetch, PrefetchOptions, PrefetchPolicy, PrefillMs
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Dropped, Lease, held_alone, path_of
 from headrace.kvcache.read_ahead import PrefetchCounts, Prefetcher
 from headrace.kvcache.storage.client import StorageClient
 from headrace.kvcache.window_copies import WindowCopies
+from headrace.kvcache.window_reads import WindowReads
 from headrace.kvcache.windows import Windows
-from headrace.kvcache.writeback import WriteBack, runs_of
+from headrace.kvcache.writeback import WriteBack, runs_of, window_runs
 from headrace.ops.wire import I32
 
 MOST_PAGES: Final = 1 << 40
@@ -93,12 +95,11 @@ class KvCache:
         self._prefetcher: Prefetcher | None = None
         self._writeback: WriteBack | None = None
         self.events = KvEvents(self._index, layout.page_tokens, page_hash)
-        self.pins = Pins(self._index)
+        self.pins = Pins(self._index, self.windows)
 
     def attach_storage(self, client: StorageClient, options: PrefetchOptions, on_change: Callable[[], None]) -> None:
         """Use a storage tier behind the host's. `on_change` is called when a waiting request may be able to go on."""
         assert self._host is not None, "storage is reached through the host tier"
-        assert self.windows is None, "storage does not know window groups"
 
         def arrived() -> None:
             self.version += 1
@@ -108,10 +109,19 @@ class KvCache:
             self._room_came()
             on_change()
 
-        groups, page_tokens = len(self._pools), self.layout.page_tokens
-        page_bytes = max(self.layout.page_bytes(group) for group in range(groups))
-        self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, arrived, on_change)
-        self._writeback = WriteBack(self._index, self._host, client, self.events, page_bytes, page_tokens, written)
+        groups, page_tokens, windows = len(self._pools), self.layout.page_tokens, self.windows
+        page_bytes = [self.layout.page_bytes(group) for group in range(len(self.layout.groups))]
+        reads, usable = None, None
+        if windows is not None:
+            reads = windows.reads = WindowReads(self._index, windows, client, self.page_bytes, page_bytes[groups:])
+            usable = self._usable_pages
+        full = max(page_bytes[:groups])
+        self._prefetcher = Prefetcher(
+            self._index, self._host, client, options, full, groups, arrived, on_change, reads, usable
+        )
+        self._writeback = WriteBack(
+            self._index, self._host, client, self.events, max(page_bytes), page_tokens, written, windows
+        )
 
     @property
     def page_bytes(self) -> int:
@@ -292,8 +302,11 @@ class KvCache:
         """The host has the pages of a copy; storage gets them next."""
         assert self._host is not None
         if self._window_copies is not None and (window := self._window_copies.acknowledge(transfer)) is not None:
+            if self._writeback is not None and len(window.at):
+                key = window.key or self._key_of(window.lease)
+                self._writeback.write(key, window_runs(window.group.number, window.at, window.host), window.number)
             self._index.release(window.lease, -1, touch=False)
-            self._lengths_changed()
+            self._room_came()
             return
         done: Copied = self._host.acknowledge(transfer)
         if self._writeback is not None:
@@ -396,9 +409,9 @@ class KvCache:
     def held(self, key: PrefixKey) -> Held:
         """Which of the key's whole pages are where; changes nothing."""
         raw = key.raw(0, key.length // key.page_tokens)
-        device = self._index.peek(key.namespace, raw)[0]
+        device, indexed = self._index.peek(key.namespace, raw)
         host = self._index.host_run(key.namespace, raw).shape[1]
-        return Held(device, host, self._usable_pages(key, len(raw) // key.page_tokens // 4))
+        return Held(device, host, indexed, self._usable_pages(key, len(raw) // key.page_tokens // 4))
 
     def warm(self, key: PrefixKey) -> Prefetch | None:
         """Bring what storage has of a prefix to the host, for no request yet; None if there is nothing to bring."""
@@ -494,6 +507,7 @@ class KvCache:
             host_indexed=index.host_pages,
             host_copied=host.copied_pages if host else 0,
             host_skipped=host.skipped_pages if host else 0,
+            windows=self.windows.stats() if self.windows is not None else [],
         )
 
     @property
@@ -506,35 +520,12 @@ class KvCache:
     def checking(self) -> Iterator[None]:
         """The check of all pages and leases in steps of about 0.2 ms, for a loop that has other things to do; nothing
         may change before the last. Raises AssertionError."""
-        holdings, host = list(self._holdings.values()), self._host
-        copies = host.leases if host is not None else []
+        copies = self._host.leases if self._host is not None else []
         if self._window_copies is not None:
             copies = [*copies, *self._window_copies.leases]
-        places: list[I32] = []
-        claims = [Claims(pool) for pool in self._pools]
-        host_claims = Claims(host.pool) if host is not None else None
-        for nodes in self._index.checking([*(holding.lease for holding in holdings), *copies, *self.pins.leases]):
-            if nodes:
-                places += [node.places for node in nodes]
-                device = np.concatenate([node.device for node in nodes], axis=1)
-                for group, claim in enumerate(claims):
-                    claim.claim(Owner.INDEX, device[group])
-                if host_claims is not None:
-                    host_claims.claim(Owner.INDEX, np.concatenate([node.host for node in nodes], axis=1).ravel())
-            yield
-        for group, (pool, claim) in enumerate(zip(self._pools, claims)):
-            pool.check()
-            held = [holding.pages[group, : holding.count][holding.private[: holding.count]] for holding in holdings]
-            claim.claim(Owner.REQUEST, joined(held))
-            claim.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
-            yield
-        if host is not None and host_claims is not None:
-            host.pool.check()
-            reads = self._prefetcher.transferring if self._prefetcher is not None else []
-            host_claims.claim(Owner.TRANSFER, joined([*host.transferring, *reads]))
-            host_claims.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
-        if self.windows is not None:
-            yield from self.windows.checking(holdings, places)
+        holdings, others = list(self._holdings.values()), [*copies, *self.pins.leases]
+        reads = self._prefetcher.transferring if self._prefetcher is not None else []
+        return check_cache(self._index, self._pools, self._host, self.windows, holdings, others, reads)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and every lease is counted (invariant 1)."""
@@ -544,6 +535,12 @@ class KvCache:
     def _matchable_pages(self, key: PrefixKey, compute_from: int | None = None) -> int:
         most = key.length - 1 if compute_from is None else min(key.length - 1, compute_from)
         return most // key.page_tokens if self._reuse else 0
+
+    def usable_with(self, key: PrefixKey, stored: Sequence[NDArray[np.bool_]], pages: int) -> int:
+        """The same where all that storage has of each window group (bool [pages]) could be brought."""
+        assert self.windows is not None
+        places = self._index.places_of(key.namespace, key.raw(0, pages))
+        return self.windows.usable_with(places, stored, pages)
 
     def _usable_pages(self, key: PrefixKey, pages: int) -> int:
         """Of the first `pages` pages of the key, those of the longest prefix that a request could go on from."""

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.radix_nodes import Lease
-from headrace.kvcache.window_group import WindowHold
 from headrace.ops.wire import I32
 
 
@@ -21,6 +20,28 @@ class Repointed(NamedTuple):
     """int32 [n]"""
     pages: I32
     """int32 [groups, n]"""
+
+
+_NONE: I32 = np.zeros(0, np.int32)
+
+
+class WindowHold:
+    """What one request holds of one window group: pages [first, end) of its prefix."""
+
+    __slots__ = ("claim", "end", "first", "host", "lacking", "pages", "places")
+
+    def __init__(self, capacity: int, first: int, end: int) -> None:
+        self.first, self.end = first, end
+        self.pages: I32 = np.full(capacity, -1, np.int32)
+        """[capacity] device pages."""
+        self.places: I32 = np.full(capacity, -1, np.int32)
+        """[capacity] whose page it is, which the request has pinned; -1 where it is the request's own."""
+        self.lacking: I32 = _NONE
+        """Pages of the prefix that its first step loads ..."""
+        self.host: I32 = _NONE
+        """... from these host pages."""
+        self.claim = 0
+        """Device pages that nobody else may be promised, once it runs."""
 
 
 class Holding:
@@ -61,6 +82,22 @@ class Holding:
         return self.host.size + sum(len(window.host) for window in self.windows)
 
 
+class WindowStats(msgspec.Struct, frozen=True):
+    """Pages of one window group."""
+
+    window_tokens: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    """Device pages that only the index holds."""
+    pages_claimed: int
+    """What running requests may need at once."""
+    host_pages_total: int
+    host_pages_cached: int
+    saved_bytes: int
+    """Of device memory: what a page of the group for every one of a full group would take more."""
+
+
 class CacheStats(msgspec.Struct, frozen=True):
     """Pages of the smallest device pool, and of the host's (per group)."""
 
@@ -78,14 +115,18 @@ class CacheStats(msgspec.Struct, frozen=True):
     """Pages ever copied from the device to the host."""
     host_skipped: int
     """Copies not made for lack of host room."""
+    windows: list[WindowStats]
+    """Of each window group."""
 
 
 class Held(NamedTuple):
-    """Pages of a prefix: from the first on, on the device and on the host; and in either, as a request would match."""
+    """Pages of a prefix in the full groups: from the first on, on the device and on the host, and in either; and those
+    that a request could go on from, since window groups have what it needs too."""
 
     device: int
     host: int
     indexed: int
+    usable: int
 
 
 class Cleared(NamedTuple):

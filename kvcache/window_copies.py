@@ -123,13 +123,16 @@ class WindowCopies:
     def acknowledge(self, transfer: int) -> WindowCopied | None:
         """The host pages of a copy hold the bytes; None if the copy is not of these."""
         done = self._under_way.pop(transfer, None)
-        if done is not None:
-            group = done.group
-            group.host.pages[done.places] = done.host
-            group.host_pool.hand_over(done.host, Owner.TRANSFER, Owner.INDEX)
-            group.unpin(done.places, -1)
-            self.copied_pages += len(done.host)
-        return done
+        if done is None:
+            return None
+        group = done.group
+        # Storage may have brought some meanwhile.
+        taken = group.host.pages[done.places] < 0
+        group.put_host(done.places[taken], done.host[taken])
+        group.host_pool.give_back(done.host[~taken], Owner.TRANSFER, Fence())
+        group.unpin(done.places, -1)
+        self.copied_pages += len(done.host)
+        return done._replace(at=done.at[taken], places=done.places[taken], host=done.host[taken])
 
     def give_up(self) -> None:
         """The device has ended, and with it every copy."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.holding import WindowHold, WindowStats
 from headrace.kvcache.host_pool import HostPool
 from headrace.kvcache.integrity import Claims, joined
 from headrace.kvcache.layout import LayerGroup
@@ -22,25 +23,6 @@ from headrace.kvcache.pool import Fence, Owner, PagePool
 from headrace.ops.wire import I32
 
 _NONE: I32 = np.zeros(0, np.int32)
-
-
-class WindowHold:
-    """What one request holds of one window group: pages [first, end) of its prefix."""
-
-    __slots__ = ("claim", "end", "first", "host", "lacking", "pages", "places")
-
-    def __init__(self, capacity: int, first: int, end: int) -> None:
-        self.first, self.end = first, end
-        self.pages: I32 = np.full(capacity, -1, np.int32)
-        """[capacity] device pages."""
-        self.places: I32 = np.full(capacity, -1, np.int32)
-        """[capacity] whose page it is, which the request has pinned; -1 where it is the request's own."""
-        self.lacking: I32 = _NONE
-        """Pages of the prefix that its first step loads ..."""
-        self.host: I32 = _NONE
-        """... from these host pages."""
-        self.claim = 0
-        """Device pages that nobody else may be promised, once it runs."""
 
 
 class WindowTier:
@@ -109,7 +91,6 @@ class WindowGroup:
         self.number = number
         """In the layout."""
         self.running_pages = group.running_pages(page_tokens)
-        assert num_pages >= self.running_pages, "a window group can't hold one request's window"
         self.device = WindowTier(PagePool(num_pages), places)
         self.host_pool = HostPool(host_pages)
         self.host = WindowTier(self.host_pool, places)
@@ -218,6 +199,14 @@ class WindowGroup:
         self.device.pages[places] = pages
         self.filled_by[places] = step
         self.last_step[places] = np.maximum(self.last_step[places], step)
+
+    def put_host(self, places: I32, pages: I32) -> None:
+        """Host pages that a transfer has filled, for places that have none: where somebody goes on."""
+        self.host_pool.hand_over(pages, Owner.TRANSFER, Owner.INDEX)
+        self.host.pages[places] = pages
+        self.mark_ends(places)
+        self.offer(places)
+        self._on_change()
 
     def forget(self, places: I32) -> None:
         """These places are no more, and with them their pages."""
@@ -343,16 +332,39 @@ class WindowGroup:
         """Pages with which the request always gets on."""
         return min(self.running_pages, len(hold.pages))
 
+    def stats(self, full_pages: int) -> WindowStats:
+        """`full_pages`: device pages of a full group."""
+        pool = self.device.pool
+        page_bytes = self._page_tokens * self._group.token_bytes
+        return WindowStats(
+            window_tokens=self._group.window_tokens,
+            pages_total=pool.num_pages,
+            pages_free=pool.free_pages,
+            pages_cached=self.device.idle_pages,
+            pages_claimed=self.committed,
+            host_pages_total=self.host_pool.num_pages,
+            host_pages_cached=int(np.count_nonzero(self.host.pages >= 0)),
+            saved_bytes=(full_pages - pool.num_pages) * page_bytes,
+        )
+
     def checking(
-        self, holds: Sequence[WindowHold], copied: Sequence[I32], moving: Sequence[I32], places: NDArray[np.bool_]
+        self,
+        holds: Sequence[WindowHold],
+        reading: Sequence[I32],
+        moving: Sequence[I32],
+        places: NDArray[np.bool_],
+        pinned: int,
     ) -> Iterator[None]:
-        """Raise AssertionError unless every page has one owner and every pin is counted. `copied`: places whose device
-        pages copies read; `moving`: host pages that transfers write to; `places`: bool, which there are."""
+        """Raise AssertionError unless every page has one owner and every pin is counted. `reading`: places that copies
+        read, and pins of prefixes hold, which claim `pinned` pages; `moving`: host pages that transfers write to;
+        `places`: bool, which there are."""
         pins = np.zeros_like(self.pins)
-        for held in (*(hold.places[hold.first : hold.end] for hold in holds), *copied):
+        for held in (*(hold.places[hold.first : hold.end] for hold in holds), *reading):
             np.add.at(pins, held[held >= 0], 1)
         assert (pins == self.pins).all(), "a window page's pins are not those of its readers"
-        assert self.committed == sum(hold.claim for hold in holds), "claims on window pages are not those of requests"
+        assert self.committed == pinned + sum(hold.claim for hold in holds), (
+            "claims on window pages are not those of requests"
+        )
         assert self.committed <= self.device.pool.num_pages, "more window pages are promised than there are"
         for tier in (self.device, self.host):
             has = tier.pages >= 0
@@ -361,16 +373,16 @@ class WindowGroup:
             assert tier.idle_pages == len(idle) and all(map(tier.is_idle, idle)), "idle window pages are not on offer"
             tier.pool.check()
             yield
-        claims = Claims(self.device.pool)
-        claims.claim(Owner.INDEX, self.device.pages[self.device.pages >= 0])
+        owners = Claims(self.device.pool)
+        owners.claim(Owner.INDEX, self.device.pages[self.device.pages >= 0])
         own = [hold.pages[hold.first : hold.end][hold.places[hold.first : hold.end] < 0] for hold in holds]
-        claims.claim(Owner.REQUEST, joined(own))
-        claims.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
+        owners.claim(Owner.REQUEST, joined(own))
+        owners.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
         yield
-        claims = Claims(self.host_pool)
-        claims.claim(Owner.INDEX, self.host.pages[self.host.pages >= 0])
-        claims.claim(Owner.TRANSFER, joined(list(moving)))
-        claims.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
+        owners = Claims(self.host_pool)
+        owners.claim(Owner.INDEX, self.host.pages[self.host.pages >= 0])
+        owners.claim(Owner.TRANSFER, joined(list(moving)))
+        owners.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
         yield
 
 

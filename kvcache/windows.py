@@ -27,13 +27,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.kvcache.holding import Holding
+from headrace.kvcache.holding import Holding, WindowHold, WindowStats
+from headrace.kvcache.host_pool import HostPool
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.layout import KvLayout
-from headrace.kvcache.pool import Fence, Owner
+from headrace.kvcache.pool import PINNED_SHARE, Fence, Owner
 from headrace.kvcache.radix_nodes import Lease, places_from
 from headrace.kvcache.window_copies import WindowCopies
-from headrace.kvcache.window_group import WindowGroup, WindowHold
+from headrace.kvcache.window_group import WindowGroup
+from headrace.kvcache.window_reads import WindowReads
 from headrace.ops.wire import I32
 
 
@@ -56,10 +58,18 @@ class Windows:
             for number, group in enumerate(layout.groups)
             if number >= full
         ]
+        for group in self.groups:
+            least = min(group.running_pages, num_pages[0])
+            assert group.device.pool.num_pages >= least, "a window group can't hold one request's window"
         self.copies: WindowCopies | None = None
-        """What brings pages to the host, if there is one."""
+        """What brings pages to the host, if there is one ..."""
+        self.reads: WindowReads | None = None
+        """... from the device; and from storage."""
+        self._pinned: dict[int, list[I32]] = {}
+        """By pin, places of each group."""
         self._on_change = on_change
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
+        self._full_pages = num_pages[0]
         self._exists: NDArray[np.bool_] = np.zeros(places, np.bool_)
         self._free: I32 = np.arange(places - 1, -1, -1, dtype=np.int32)
         self._free_places = places
@@ -103,19 +113,39 @@ class Windows:
     def usable(self, places: I32) -> int:
         """Of a path of these places, the pages of the longest prefix that can be used."""
         pages = len(places)
-        if all(group.has(places[group.first_page(pages * self._page_tokens) :]).all() for group in self.groups):
+        if all(group.has(places[group.first_page(pages * self.page_tokens) :]).all() for group in self.groups):
             return pages
         usable = np.ones(pages + 1, np.bool_)
         for group in self.groups:
             usable &= group.usable_ends(group.has(places))
         return int(np.flatnonzero(usable)[-1])
 
+    def usable_with(self, places: I32, stored: Sequence[NDArray[np.bool_]], pages: int) -> int:
+        """The same of the first `pages` pages of a path that begins with these places, if all that is `stored` (of each
+        group, bool [pages] or more) were here."""
+        usable = np.ones(pages + 1, np.bool_)
+        for group, there in zip(self.groups, stored):
+            has = there[:pages].copy()
+            has[: len(places)] |= group.has(places[:pages])
+            usable &= group.usable_ends(has)
+        return int(np.flatnonzero(usable)[-1])
+
+    def host_run(self, group: int, places: I32) -> I32:
+        """Host pages of these places, up to a gap; `group` of the layout."""
+        pages = next(one for one in self.groups if one.number == group).host.pages[places]
+        return pages[: int((pages < 0).argmax())] if (pages < 0).any() else pages
+
+    def host_pool(self, group: int) -> HostPool:
+        """Of a window group of the layout."""
+        return next(one for one in self.groups if one.number == group).host_pool
+
     def open(self, holding: Holding, places: I32, key: PrefixKey) -> None:
         """A request is about to run behind the usable prefix that it has leased, of an indexed one of these places."""
         pages = holding.lease.num_pages
         holding.windows = [group.open(places[:pages], holding.pages.shape[1]) for group in self.groups]
         # Who comes after wants to go on where this one's prompt ends, or where the index did.
-        holding.ends = sorted(end for end in {len(places), key.length // self._page_tokens} if end > pages)
+        ends = sorted((len(places), key.length // self.page_tokens))
+        holding.ends = [end for end in dict.fromkeys(ends) if end > pages]
 
     def admits(self, holds: Sequence[WindowHold], leaving: Iterable[Sequence[WindowHold]] = ()) -> bool:
         """Whether these can run beside those that do, but for those that leave: none ever waits for another's end."""
@@ -129,7 +159,7 @@ class Windows:
         """Up to which token, at most `tokens`, a request could compute now with what is free, and what nobody else may
         need."""
         for group, hold in zip(self.groups, holds):
-            wanted = -(-tokens // self._page_tokens) - hold.end
+            wanted = -(-tokens // self.page_tokens) - hold.end
             loads = 0 if hold.claim else len(hold.lacking)
             if wanted + loads <= 0:
                 continue
@@ -138,7 +168,7 @@ class Windows:
             others = group.committed - hold.claim + have
             extra = max(0, pool.num_pages - others - pool.fenced_pages)
             room = group.room(min(wanted + loads, have - (hold.end - hold.first) + loads + extra)) - loads
-            tokens = min(tokens, max(0, hold.end + room) * self._page_tokens)
+            tokens = min(tokens, max(0, hold.end + room) * self.page_tokens)
         return tokens
 
     def enter(self, holding: Holding, step: int) -> None:
@@ -151,7 +181,7 @@ class Windows:
 
     def grow(self, holds: Sequence[WindowHold], tokens: int) -> list[I32]:
         """Pages for the tokens up to `tokens`, within `reach` → those of each group, int32 [n]."""
-        end = -(-tokens // self._page_tokens)
+        end = -(-tokens // self.page_tokens)
         return [group.grow(hold, max(end, hold.end)) for group, hold in zip(self.groups, holds)]
 
     def take_one_each(self, count: int) -> list[I32] | None:
@@ -208,6 +238,39 @@ class Windows:
             group.close(hold, fence)
 
     # ------------------------------------------------------------------------------------------------------------
+    # Pins of prefixes
+
+    def can_pin(self, pages: int) -> bool:
+        """Whether the windows at the end of so many pages may stay whatever happens: requests must still get on."""
+        pinned = [sum(len(places[i]) for places in self._pinned.values()) for i in range(len(self.groups))]
+        for group, held in zip(self.groups, pinned):
+            count, total = pages - group.end_from(pages), group.device.pool.num_pages
+            limit = min(int(total * PINNED_SHARE), total - group.running_pages)
+            if held + count > limit or group.committed + count > total:
+                return False
+        return True
+
+    def pin(self, pin: int, lease: Lease) -> None:
+        """Keep what somebody who goes on from the lease's end needs, until `unpin`."""
+        pages, held = lease.num_pages, []
+        for group in self.groups:
+            places = places_from(lease, group.end_from(pages))
+            group.pin(places)
+            group.committed += len(places)
+            held.append(places)
+        self._pinned[pin] = held
+
+    def unpin(self, pin: int) -> None:
+        """No effect if the device has been lost since."""
+        for group, places in zip(self.groups, self._pinned.pop(pin, ())):
+            group.unpin(places, -1)
+            group.committed -= len(places)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> list[WindowStats]:
+        """Counts, for metrics."""
+        return [group.stats(self._full_pages) for group in self.groups]
 
     def complete_step(self, step: int) -> None:
         """The device has completed `step`."""
@@ -219,6 +282,8 @@ class Windows:
         """The device is gone with every page; nobody holds any. Copies are given up."""
         if self.copies is not None:
             self.copies.give_up()
+        for pin in list(self._pinned):
+            self.unpin(pin)
         for group in self.groups:
             group.forget_device()
 
@@ -242,8 +307,12 @@ class Windows:
         assert total == np.count_nonzero(counted), "two pages of the index have the same place"
         assert (counted == self._exists).all(), "places are not those of the index"
         assert self._free_places == len(self._exists) - total
-        copies = self.copies
+        copies, pinned = self.copies, list(self._pinned.values())
         for i, group in enumerate(self.groups):
-            reading = copies.reading(group) if copies is not None else []
+            reading = [*(copies.reading(group) if copies is not None else []), *(places[i] for places in pinned)]
             moving = copies.transferring(group) if copies is not None else []
-            yield from group.checking([holding.windows[i] for holding in holdings], reading, moving, counted)
+            if self.reads is not None:
+                moving = [*moving, *self.reads.transferring(group)]
+            held = [holding.windows[i] for holding in holdings]
+            claimed = sum(len(places[i]) for places in pinned)
+            yield from group.checking(held, reading, moving, counted, claimed)

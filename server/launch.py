@@ -139,6 +139,7 @@ def engine_options(
             for group in layout.groups
         ],
         host_slot_bytes=tiers.slot_bytes,
+        window_areas=tiers.window_areas,
         kernels=plan.kernels,
         kernel_cache=str(settings.cache / "kernels"),
     )
@@ -153,6 +154,7 @@ def engine_options(
         overlap=not settings.disable_overlap_schedule,
         reuse=not settings.disable_radix_cache,
         host_pages=tiers.host_pages,
+        window_host_pages=[area.pages for area in tiers.window_areas],
         salt_key=salt_key(settings.cache) if tiers.storage is not None else b"",
         page_hash=settings.page_hash,
         write_policy=tiers.write_policy,
@@ -194,7 +196,10 @@ async def _serve(
     template: str | None,
 ) -> int:
     try:
-        host = HostPool(options.host_pages * options.start.host_slot_bytes) if options.host_pages else None
+        start = options.start
+        host_bytes = options.host_pages * start.host_slot_bytes
+        host_bytes += sum(area.pages * area.slot_bytes for area in start.window_areas)
+        host = HostPool(host_bytes) if host_bytes else None
     except OSError as error:
         raise DoesNotFit(f"The host tier's memory can't be had ({error}): give a smaller --hicache-size.") from error
     descriptor = host.descriptor if host is not None else None
