@@ -14,8 +14,9 @@ from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.sampler import Sampler
 from headrace.ops.step import StepRunner
+from headrace.ops.step_copies import Copier
 from headrace.ops.streams import Streams, cpu_streams
-from headrace.ops.wire import Progress, Reply, Start
+from headrace.ops.wire import HostArea, Progress, Reply, Start
 
 QUANTIZATIONS: Final = ("none", "q8")
 
@@ -54,10 +55,14 @@ class CpuBackend:
             KvPool(shape, pages, start.page_tokens, start.max_slots, start.max_context_tokens, dtype)
             for shape, pages in zip(start.groups, num_pages, strict=True)
         ]
-        host = None
+        host: list[Copier] = []
         if host_pool is not None and start.host_slot_bytes:
             check_host_slots(start, pools)
-            host = HostPages(host_pool, start.host_slot_bytes, dtype, self._model.copy_pages)
+            copy, windows = self._model.copy_pages, start.window_areas
+            full_bytes = min((area.offset for area in windows), default=len(host_pool))
+            full = HostArea(0, start.host_slot_bytes, full_bytes // start.host_slot_bytes)
+            areas = [*[full] * (len(pools) - len(windows)), *windows]
+            host = [HostPages(host_pool, area.slot_bytes, dtype, copy, area) for area in areas]
         sampler = Sampler(start.max_slots, start.ring.vocab)
         return Made(pools, StepRunner(self._model, pools, sampler, host, self.streams))
 

@@ -97,6 +97,7 @@ class Engine:
             options.host_pages,
             options.write_policy,
             options.page_hash,
+            options.window_host_pages,
         )
         self._scheduler = Scheduler(
             self._cache,
@@ -309,6 +310,7 @@ class Engine:
             device_restarts=device.restarts,
             step_failures=device.step_failures,
             integrity_alarms=self._idle_check.alarms,
+            window_groups=cache.windows,
             late_masks=self._sampling.late_masks,
             grammar_worker_restarts=self._matchers.restarts,
         )

@@ -61,7 +61,6 @@ _log = logging.getLogger("headrace.server")
 NO_TIERS: Final = TierPlan()
 RING_SLOTS: Final = 3
 """Two steps in flight and one being prepared."""
-_log: Final = logging.getLogger("headrace.launch")
 
 
 def serve(settings: Settings) -> int:
@@ -170,6 +169,7 @@ def engine_options(
             for group in layout.groups
         ],
         host_slot_bytes=tiers.slot_bytes,
+        window_areas=tiers.window_areas,
         kernels=plan.kernels,
         device=plan.device,
         kernel_cache=str(settings.cache / "kernels"),
@@ -185,6 +185,7 @@ def engine_options(
         overlap=not settings.disable_overlap_schedule,
         reuse=not settings.disable_radix_cache,
         host_pages=tiers.host_pages,
+        window_host_pages=[area.pages for area in tiers.window_areas],
         salt_key=salt_key(settings.cache) if tiers.storage is not None else b"",
         page_hash=settings.page_hash,
         write_policy=tiers.write_policy,
@@ -226,7 +227,10 @@ async def _serve(
     template: str | None,
 ) -> int:
     try:
-        host = HostPool(options.host_pages * options.start.host_slot_bytes) if options.host_pages else None
+        start = options.start
+        host_bytes = options.host_pages * start.host_slot_bytes
+        host_bytes += sum(area.pages * area.slot_bytes for area in start.window_areas)
+        host = HostPool(host_bytes) if host_bytes else None
     except OSError as error:
         raise DoesNotFit(f"The host tier's memory can't be had ({error}): give a smaller --hicache-size.") from error
     descriptor = host.descriptor if host is not None else None

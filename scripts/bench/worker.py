@@ -92,7 +92,7 @@ def measure(path: str, modes: list[str], threads: int, seconds: float, code: str
         pages = max(max(STREAMS) * (CONTEXT_TOKENS // PAGE_TOKENS + 1), max(PROMPTS) // PAGE_TOKENS)
         dtype = DTYPES["float32" if mode.endswith("float32") else "bfloat16"]
         pool = KvPool(group, pages, PAGE_TOKENS, max(STREAMS), max(PROMPTS), dtype)
-        runner = StepRunner(model, [pool], Sampler(max(STREAMS), config.vocab_size), None, cpu_streams())
+        runner = StepRunner(model, [pool], Sampler(max(STREAMS), config.vocab_size), [], cpu_streams())
         probes[mode] = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
     for shape in SHAPES:
         report.speeds += _speeds(probes, shape, seconds)

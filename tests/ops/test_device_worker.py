@@ -76,7 +76,7 @@ def test_ready_names_the_device_and_its_numerics(small_model: Path) -> None:
         ({"quantization": "q4", "kernels": "compiled"}, "--quantization q4 is not supported"),
         ({"model_path": "/nowhere/model.gguf"}, "/nowhere/model.gguf"),
         ({"max_context_tokens": 4096}, "--context-length 4096 is longer than the 1024 tokens"),
-        ({"groups": [GroupShape("window", 64, [0, 1], 2, 16)]}, "one group of full attention"),
+        ({"groups": [GroupShape("window", 64, [0, 1], 2, 16)]}, "serves the groups"),
         ({"ring": ring_geometry(99)}, "sized for 99 ids, the model has 131"),
         ({"max_slots": 2}, "there are 2 slots"),
     ],

@@ -73,7 +73,6 @@ class FaultyFiles(Files):
         self.before_read: Callable[[], None] | None = None
         self.most_bytes_written = 0
         """0: no bound; else one write call writes no more."""
-        self.read_bytes = 0
 
     def open_direct(self, name: str) -> int | None:
         if self.direct_errno == errno.EINVAL:
@@ -98,9 +97,7 @@ class FaultyFiles(Files):
         for at, number in self.read_errno_at.items():
             if offset <= at < end:
                 _fail(number)
-        read_bytes = super().read(fd, buffers, offset)
-        self.read_bytes += read_bytes
-        return read_bytes
+        return super().read(fd, buffers, offset)
 
     def rename(self, name: str, new_name: str) -> None:
         _fail(self.rename_errno)

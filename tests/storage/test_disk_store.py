@@ -324,19 +324,3 @@ def test_a_read_counts_what_it_read(tmp_path: Path) -> None:
     assert (stats.read_pages, stats.read_bytes) == (5, 5 * PAGE_BYTES)
     assert (stats.written_pages, stats.written_bytes, stats.pages) == (5, 5 * PAGE_BYTES, 5)
     disk.close()
-
-
-def test_b13_many_pages_are_few_files_and_opening_them_reads_none_of_the_pages(tmp_path: Path) -> None:
-    small = settings(tmp_path, capacity_bytes=64 << 20)
-    disk = open_disk_store(small)
-    runs = [chain(f"{i}", 64) for i in range(100)]
-    for run in runs:
-        store(disk, run)
-    assert disk.stats().pages == 6400
-    disk.close()
-    assert len(os.listdir(tmp_path)) < 40
-    again = FaultyDisk(small)
-    assert again.store.stats().pages == 6400
-    assert 6400 * 20 < again.files.read_bytes < 6400 * 128, "an entry of the journal each"
-    assert fetch(again.store, runs[50]).good == 64
-    again.store.close()
