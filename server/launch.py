@@ -56,7 +56,7 @@ from headrace.server.text import TextService
 from headrace.server.tiering import TierPlan, check_tiers, plan_tiers
 from headrace.server.tokenizer import BadTokenizer, check_vocabulary
 
-_log = logging.getLogger("headrace.server")
+_log: Final = logging.getLogger("headrace.server")
 
 NO_TIERS: Final = TierPlan()
 RING_SLOTS: Final = 3
