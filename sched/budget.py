@@ -22,6 +22,8 @@ ALONE_STEP_MS: Final = 500.0
 """The same while nothing decodes: only a newcomer waits, and a larger chunk reads the weights less often."""
 FIXED_BUDGET_TOKENS: Final = 2048
 """Prefill tokens a step where nothing was measured."""
+GUESSED_TOKEN_MS: Final = 1.0
+"""Of a prefill token, where nothing was measured and none has been computed."""
 LONG_STEP_MS: Final = 20.0
 """Past this a step is launched shortly before its predecessor ends, so that arrivals need not wait a whole one more."""
 LAUNCH_LEAD_MS: Final = 3.0
@@ -63,6 +65,9 @@ class CostModel:
         prefill = [cost for cost in costs if cost.prefill_tokens]
         fresh = [cost for cost in prefill if cost.context_tokens <= cost.prefill_tokens]
         self.token_ms = max((self._rest(cost) / cost.prefill_tokens for cost in fresh[-1:]), default=0.0)
+        if not self.measured:
+            self.token_ms = GUESSED_TOKEN_MS
+        self._guessed = not self.measured
         deep = max(prefill, key=lambda cost: cost.context_tokens, default=None)
         self.pair_ms = 0.0
         if deep is not None and deep.context_tokens > deep.prefill_tokens:
@@ -72,6 +77,8 @@ class CostModel:
 
     def predict_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:
         """`prefill_pairs`: the sum over chunks of tokens x context."""
+        if not self.measured:
+            return 0.0
         factor = self._mixed_factor if prefill_tokens else self._decode_factor
         return factor * self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
 
@@ -88,6 +95,9 @@ class CostModel:
 
     def observe(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int, step_ms: float) -> None:
         """A step took `step_ms` on the device."""
+        if not self.measured:
+            self._learn(prefill_tokens, step_ms)
+            return
         raw_ms = self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
         if raw_ms <= 0.0:
             return
@@ -99,6 +109,13 @@ class CostModel:
             self._slow_factor *= 1 + _SLOW_SMOOTHING * ((1 - SLOW_SHARE) if exceeded else -SLOW_SHARE)
         else:
             self._decode_factor += _SMOOTHING * (ratio - self._decode_factor)
+
+    def _learn(self, prefill_tokens: int, step_ms: float) -> None:
+        """Without a warm-up: what a token takes, by the steps there are, so that waiting for storage can be weighed."""
+        if prefill_tokens:
+            share = 1.0 if self._guessed else _SMOOTHING
+            self.token_ms += share * (step_ms / prefill_tokens - self.token_ms)
+            self._guessed = False
 
     def budget(
         self, decode_rows: int, target_ms: float, most_tokens: int, least_tokens: int, promised: bool = False

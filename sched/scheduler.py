@@ -32,7 +32,7 @@ from headrace.kvcache.pool import Fence
 from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
 from headrace.sched.batch import Chunk, Moved, ScheduleBatch
-from headrace.sched.budget import OutputForecast, StepBudget
+from headrace.sched.budget import GUESSED_TOKEN_MS, OutputForecast, StepBudget
 from headrace.sched.messages import WaitedFor
 from headrace.sched.policies import SchedulePolicy
 from headrace.sched.queue import WaitingQueue
@@ -58,7 +58,7 @@ class Scheduler:
         geometry: RingGeometry,
         max_context_tokens: int,
         conservativeness: float,
-        prefill_ms: PrefillMs = lambda tokens, context: 0.0,
+        prefill_ms: PrefillMs = lambda tokens, context: tokens * GUESSED_TOKEN_MS,
         policy: SchedulePolicy = "fcfs",
         preempt_above: int | None = None,
         seed: int = 0,

@@ -24,6 +24,8 @@ DEFAULT_RATIO: Final = 2.0
 """Host pages for each device page, where memory allows."""
 DEFAULT_SHARE: Final = 0.5
 """Of the memory that the plan leaves free, at most, where no size was asked for."""
+MOST_EXTRA_BYTES: Final = 1 << 16
+"""Of a file of settings; a longer one is cut, and then no JSON."""
 DEFAULT_DISK_BYTES: Final = 20 * 10**9
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -222,7 +224,8 @@ def _extra(settings: Settings) -> ExtraConfig:
         return ExtraConfig()
     try:
         if text.startswith("@"):
-            return msgspec.json.decode(Path(text[1:]).read_bytes(), type=ExtraConfig)
+            with Path(text[1:]).open("rb") as file:
+                return msgspec.json.decode(file.read(MOST_EXTRA_BYTES), type=ExtraConfig)
         return msgspec.json.decode(text, type=ExtraConfig)
     except OSError as error:
         raise BadSetting(f"{flag} {text}: the file can't be read ({error.strerror}).") from None
