@@ -84,7 +84,7 @@ def _multiply(*arguments: Any) -> None:
     raise AssertionError("only kernels call this")
 
 
-@overload(_multiply, jit_options=KERNEL_OPTIONS, strict=False)
+@overload(_multiply, jit_options=KERNEL_OPTIONS, strict=False)  # type: ignore[untyped-decorator]
 def _multiply_of(
     element: Any,
     x: Any,
