@@ -83,10 +83,11 @@ def serve(settings: Settings) -> int:
             model = read_config(file)
             check_tokenizer(file, path)
             plan = plan_memory(model, settings, hardware)
-            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
+            quantization, dot = settings.quantization, hardware.dot
+            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, quantization, plan.kernels, dot)
             tiers = plan_tiers(settings, plan, hardware, fingerprint)
             Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes, tiers.disk))
-            options = engine_options(settings, path, model, plan, fingerprint, tiers)
+            options = engine_options(settings, path, model, plan, fingerprint, tiers, dot)
             template = chat_template(settings, file)
             defaults = sampling_defaults(file, settings.sampling_defaults)
         finally:
@@ -151,8 +152,9 @@ def engine_options(
     plan: MemoryPlan,
     fingerprint: bytes,
     tiers: TierPlan = NO_TIERS,
+    dot: str = "",
 ) -> EngineOptions:
-    """What the engine and the worker are told: the plan, in their words."""
+    """What the engine and the worker are told: the plan, in their words. `dot`: `Start.dot`."""
     layout, slots, chunk = plan.layout, plan.max_running_requests, plan.max_chunk_tokens
     room = max_batch_bytes(slots, plan.max_context_tokens, chunk, layout.page_tokens, len(layout.groups))
     start = Start(
@@ -173,6 +175,7 @@ def engine_options(
         kernels=plan.kernels,
         device=plan.device,
         kernel_cache=str(settings.cache / "kernels"),
+        dot=dot if plan.kernels == "compiled" else "",
     )
     return EngineOptions(
         layout=layout,
