@@ -93,6 +93,13 @@ class CpuBackend:
                 f"the compiled kernels need numba, which can't be imported ({problem}). Install it, or give "
                 "--cpu-kernels torch"
             ) from problem
+        from headrace.ops.simd.target import DOT
+
+        if start.dot not in ("", DOT):
+            raise CannotServe(
+                f"this CPU should multiply bfloat16 by {start.dot}, but the kernels do it by {DOT}: their KV would be"
+                " taken for another's. Unset NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, or give --cpu-kernels torch"
+            )
         kv: Final = "float32" if start.dtype == "float32" else "bfloat16"
         prepare(
             "q8" if start.quantization == "q8" else kv,

@@ -119,6 +119,9 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     """"cuda", only with "triton"; or "cpu"."""
     kernel_cache: str = ""
     """Folder of compiled code; empty: none is kept."""
+    dot: str = ""
+    """How this CPU multiplies bfloat16 by what the pages say (`ops.dot`): the worker refuses to do it otherwise. Empty:
+    however it does."""
 
 
 class MakePools(msgspec.Struct, tag="pools", frozen=True):

@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from headrace.kvcache.layout import KvLayout
+from headrace.ops.dot import Dot
 from headrace.ops.weights.files import ModelFile
 from headrace.ops.weights.gguf import GgufFile
 
@@ -23,8 +24,11 @@ _NUMERICS: Final = b"headrace-kv-3"
 """Counted up when a kernel changes what it writes into a page."""
 
 
-def model_fingerprint(file: ModelFile, layout: KvLayout, dtype: str, quantization: str, kernels: str) -> bytes:
-    """16 bytes over weights, shapes, constants, dtype, quantization, page layout, and who computes (`kernels`)."""
+def model_fingerprint(
+    file: ModelFile, layout: KvLayout, dtype: str, quantization: str, kernels: str, dot: Dot
+) -> bytes:
+    """16 bytes over weights, shapes, constants, dtype, quantization, page layout, who computes (`kernels`), and how the
+    CPU multiplies bfloat16, where that is multiplied."""
     digest = xxhash.xxh3_128()
     whole = sum(info.size_bytes for info in file.tensors.values()) <= WHOLE_BYTES
     # The tokenizer and the template don't shape pages; the ids do, and those are hashed page by page.
@@ -33,7 +37,8 @@ def model_fingerprint(file: ModelFile, layout: KvLayout, dtype: str, quantizatio
         constants = {key: value for key, value in said if not key.startswith(("tokenizer.", "general."))}
     else:
         constants = file.config
-    described = [constants, dtype, quantization, kernels, _NUMERICS, layout.fingerprint()]
+    multiplied = "float32" if dtype == "float32" and quantization == "none" else dot
+    described = [constants, dtype, quantization, kernels, multiplied, _NUMERICS, layout.fingerprint()]
     digest.update(msgspec.msgpack.encode(described, order="sorted"))
     for name, info in sorted(file.tensors.items()):
         data = file.bytes_of(info)

@@ -74,10 +74,11 @@ def serve(settings: Settings) -> int:
             model = read_config(file)
             check_tokenizer(file, path)
             plan = plan_memory(model, settings, hardware)
-            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
+            quantization, dot = settings.quantization, hardware.dot
+            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, quantization, plan.kernels, dot)
             tiers = plan_tiers(settings, plan, hardware, fingerprint)
             Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes))
-            options = engine_options(settings, path, model, plan, fingerprint, tiers)
+            options = engine_options(settings, path, model, plan, fingerprint, tiers, dot)
             template = chat_template(settings, file)
         finally:
             file.close()
@@ -121,8 +122,9 @@ def engine_options(
     plan: MemoryPlan,
     fingerprint: bytes,
     tiers: TierPlan = NO_TIERS,
+    dot: str = "",
 ) -> EngineOptions:
-    """What the engine and the worker are told: the plan, in their words."""
+    """What the engine and the worker are told: the plan, in their words. `dot`: `Start.dot`."""
     layout, slots, chunk = plan.layout, plan.max_running_requests, plan.max_chunk_tokens
     room = max_batch_bytes(slots, plan.max_context_tokens, chunk, layout.page_tokens, len(layout.groups))
     start = Start(
@@ -141,6 +143,7 @@ def engine_options(
         host_slot_bytes=tiers.slot_bytes,
         kernels=plan.kernels,
         kernel_cache=str(settings.cache / "kernels"),
+        dot=dot if plan.kernels == "compiled" else "",
     )
     return EngineOptions(
         layout=layout,

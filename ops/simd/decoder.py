@@ -23,7 +23,7 @@ import numba
 from headrace.ops.simd.amx import release_tiles
 from headrace.ops.simd.attention import HeadPages, attend_block
 from headrace.ops.simd.copies import Pages, copy_phase
-from headrace.ops.simd.inputs import GROUP, group_bytes, store_group
+from headrace.ops.simd.inputs import GROUP, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
 from headrace.ops.simd.products import TILE_BYTES, adding_phase, gated_phase, product_phase
 from headrace.ops.simd.rows import (
@@ -107,7 +107,7 @@ def input_phase(element: Any, kv: Any, cells: int, phase: int, step: Any, width:
             for at in range(width // GROUP):
                 here = source + at * group
                 low, high = load(kv, here), load(kv, here + group // 2)
-                store_group(element, out + at * group_bytes(element), low, high)
+                store_group(element, out, at, width // GROUP, low, high)
         piece = claim(cells, phase)
 
 
@@ -177,6 +177,7 @@ def attend_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, sc
         layer[_L.QKV_PANEL_BYTES],
         step[_S.WIDTH_STEPS],
         step[_S.QKV_TILES],
+        scratch,
         step[_S.QKV],
         step[_S.QKV_BYTES],
     )
@@ -226,7 +227,20 @@ def residual_phases(
         return
     added = step[_S.ADDED]
     product_phase(
-        element, cells, threads, phase, rows, row_bytes, tokens, weights, panel_bytes, steps, tiles, added, x_bytes
+        element,
+        cells,
+        threads,
+        phase,
+        rows,
+        row_bytes,
+        tokens,
+        weights,
+        panel_bytes,
+        steps,
+        tiles,
+        scratch,
+        added,
+        x_bytes,
     )
     barrier(cells, threads)
     piece = claim(cells, phase + 1)
@@ -309,7 +323,7 @@ def cap_phase(cells: int, phase: int, step: Any, cap: float) -> None:
 
 
 @kernel
-def output_job(element: Any, step: Any, constants: Any) -> None:
+def output_job(element: Any, step: Any, constants: Any, scratch: int) -> None:
     cells, threads = step[_S.CELLS], step[_S.THREADS]
     norm_phase(element, cells, 11, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
     barrier(cells, threads)
@@ -325,6 +339,7 @@ def output_job(element: Any, step: Any, constants: Any) -> None:
         step[_S.OUTPUT_PANEL_BYTES],
         step[_S.WIDTH_STEPS],
         step[_S.LOGITS_TILES],
+        scratch,
         step[_S.LOGITS],
         step[_S.LOGITS_BYTES],
     )
@@ -352,7 +367,7 @@ def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread
     if job & MLP:
         mlp_job(element, kv, step, layers, constants, scratch)
     if job & OUTPUT:
-        output_job(element, step, constants)
+        output_job(element, step, constants, scratch)
     if job & COPY:
         copy_job(step)
 

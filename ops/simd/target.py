@@ -7,31 +7,18 @@ permission.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
-import os
 import platform
 from typing import Final
 
 import numba
 from numba.core import codegen
 
+from headrace.ops.dot import Dot, ask_for_tiles, dot_of
+
 _log: Final = logging.getLogger("headrace.worker")
-_SYSCALL_ARCH_PRCTL: Final = 158
-_REQUEST_PERMISSION: Final = 0x1023
-_TILE_DATA: Final = 18
-"""The part of a thread's state that tiles are."""
 _TILE_FEATURES: Final = frozenset({"amx-tile", "amx-bf16"})
-
-
-def ask_for_tiles() -> str:
-    """Ask the kernel (Linux 5.16 or later) for tiles, for all threads of this process → why not, or nothing."""
-    library = ctypes.CDLL(None, use_errno=True)
-    arguments = [ctypes.c_long(value) for value in (_SYSCALL_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)]
-    if library.syscall(*arguments) == 0:
-        return ""
-    return os.strerror(ctypes.get_errno())
 
 
 @functools.cache
@@ -39,7 +26,7 @@ def host_features() -> frozenset[str]:
     """LLVM's names of the features that code is compiled for. Tiles are among them only where they may be used."""
     flags = codegen.get_host_cpu_features() if numba.config.CPU_FEATURES is None else numba.config.CPU_FEATURES
     features = frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))
-    if platform.machine() != "x86_64" or not features >= _TILE_FEATURES:
+    if platform.machine() != "x86_64" or dot_of(features, True) != "amx":
         return features - _TILE_FEATURES
     refused = ask_for_tiles()
     if refused:
@@ -48,7 +35,9 @@ def host_features() -> frozenset[str]:
     return features
 
 
-AMX: Final = host_features() >= _TILE_FEATURES
-"""Products of bfloat16 are made in tiles."""
+DOT: Final[Dot] = dot_of(host_features(), True)
+"""How bfloat16 is multiplied."""
+AMX: Final = DOT == "amx"
+"""In tiles."""
 WIDE: Final = "avx512f" in host_features()
 """32 registers of a whole vector; elsewhere a vector takes 2 of 16 registers (AVX2), or 4 of 32 (NEON)."""

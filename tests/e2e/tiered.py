@@ -101,11 +101,12 @@ async def tiered_engine(model_file: Path, directory: Path, **changed: Any) -> As
     try:
         model = read_config(file)
         plan = plan_memory(model, settings, hardware)
-        fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
+        quantization, dot = settings.quantization, hardware.dot
+        fingerprint = model_fingerprint(file, plan.layout, plan.dtype, quantization, plan.kernels, dot)
     finally:
         file.close()
     tiers = plan_tiers(settings, plan, hardware, fingerprint)
-    options = engine_options(settings, model_file, model, plan, fingerprint, tiers)
+    options = engine_options(settings, model_file, model, plan, fingerprint, tiers, dot)
     host = HostPool(tiers.host_bytes)
     tiered = TieredEngine()
 

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.ops.dot import ask_for_tiles
 from headrace.ops.simd import amx
 from headrace.ops.simd.instructions import ADDRESS, INT, NOTHING, Builder, Value, const, instruction, kernel, loop
-from headrace.ops.simd.target import AMX, ask_for_tiles
+from headrace.ops.simd.target import AMX
 
 needs_tiles: Final = pytest.mark.skipif(not AMX, reason="this CPU, or what it is to be taken for, has no AMX")
 TOTAL, LEFT, RIGHT = 0, 4, 6
