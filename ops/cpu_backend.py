@@ -13,6 +13,7 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.sampler import Sampler
+from headrace.ops.sampling import Choose, choose
 from headrace.ops.step import StepRunner
 from headrace.ops.step_copies import Copier
 from headrace.ops.streams import Streams, cpu_streams
@@ -63,8 +64,15 @@ class CpuBackend:
             full = HostArea(0, start.host_slot_bytes, full_bytes // start.host_slot_bytes)
             areas = [*[full] * (len(pools) - len(windows)), *windows]
             host = [HostPages(host_pool, area.slot_bytes, dtype, copy, area) for area in areas]
-        sampler = Sampler(start.max_slots, start.ring.vocab)
+        sampler = Sampler(start.max_slots, start.ring.vocab, self._choose(start))
         return Made(pools, StepRunner(self._model, pools, sampler, host, self.streams))
+
+    def _choose(self, start: Start) -> Choose:
+        if start.kernels == "torch":
+            return choose
+        from headrace.ops.simd.draws import Chooser
+
+        return Chooser(start.ring.vocab)
 
     def _load(self, start: Start) -> Model:
         dtype = dtype_of(start)
@@ -76,7 +84,7 @@ class CpuBackend:
         if start.kernels == "torch":
             prepare_cpu(start.threads)
             return load_model(start.model_path, dtype, start.max_context_tokens, progress)
-        # torch only draws ids: its threads would wait for work by spinning, on the cores of the kernels' threads.
+        # torch only penalizes and reports: its threads would wait by spinning, on the cores of the kernels' threads.
         prepare_cpu(1)
         self._compile(start)
         threads = start.threads

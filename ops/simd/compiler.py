@@ -1,4 +1,4 @@
-"""Compiles a decoder's program, or loads what was compiled before.
+"""Compiles a decoder's program and the choice of ids, or loads what was compiled before.
 
 Compiling takes 10 to 15 s, loading 0.3. What was compiled lies in a folder named after a digest of the kernels' sources
 and numba's version; inside it, numba tells programs of different CPUs apart. The versions that were used last stay, the
@@ -35,7 +35,7 @@ WITNESSES: Final[dict[str, Any]] = {"float32": F32, "bfloat16": BF16, "q8": Q8}
 
 
 def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[int, int], None]) -> None:
-    """Have the program for weights of `elements` and KV of `kv` ready.
+    """Have the program for weights of `elements` and KV of `kv` ready, and the choice of ids.
 
     `folder`: where compiled code is kept; empty, or not to be written: nowhere but in this process, until its end.
     `progress(done, total)` is called with kernels, if there is something to compile.
@@ -44,14 +44,16 @@ def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[i
     if own is not None:
         # Read by numba when it makes the program's cache.
         numba.config.CACHE_DIR = str(own)
-    from headrace.ops.simd import decoder
+    from headrace.ops.simd import decoder, draws
 
     if own is not None:
         decoder.run.enable_caching()
+        draws.choose_rows.enable_caching()
     with event.install_listener("numba:compile", _Listener(progress, len(instructions.KERNELS))):
         tables = types.int64[::1], types.int64[:, ::1], types.float64[::1]
         witnesses = (numba.typeof(WITNESSES[name]) for name in (elements, kv))
         decoder.run.compile((*witnesses, *tables, types.int64))
+        draws.choose_rows.compile(draws.SIGNATURE)
     if own is not None:
         os.utime(own)
         _prune(own.parent)

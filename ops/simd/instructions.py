@@ -29,6 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LANES: Final = 16
 
 f32: Final = ir.FloatType()
+f64: Final = ir.DoubleType()
 i1: Final = ir.IntType(1)
 i8: Final = ir.IntType(8)
 i16: Final = ir.IntType(16)
@@ -75,6 +76,7 @@ ADDRESS: Final = types.int64
 """Of a byte in memory."""
 INT: Final = types.int64
 FLOAT: Final = types.float32
+DOUBLE: Final = types.float64
 BOOL: Final = types.boolean
 NOTHING: Final = types.none
 

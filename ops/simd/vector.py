@@ -3,8 +3,9 @@
     load store                    16 elements at an address, converted from and to float32
     splat zeros                   the same value in every lane
     add subtract multiply divide fma maximum absolute exp power
-    sum_lanes max_lanes first_lane
-    where_below where_from        lanes by their number
+    sum_lanes sum_f64 max_lanes first_lane
+    any_above any_from keep_from  comparisons of lanes
+    where_between                 lanes by their number
     even_lanes odd_lanes swapped  for pairs of lanes
     get_… put_… prefetch          one value in memory, a line of it
 
@@ -27,6 +28,7 @@ from numba.core import types
 from headrace.ops.simd.instructions import (
     ADDRESS,
     BOOL,
+    DOUBLE,
     ELEMENT,
     FLOAT,
     INT,
@@ -42,6 +44,7 @@ from headrace.ops.simd.instructions import (
     every_lane,
     f32,
     f32x16,
+    f64,
     fused,
     i8,
     i16,
@@ -138,6 +141,12 @@ def put_f32(b: Builder, address: Value, value: Value) -> None:
 @instruction(INT, ADDRESS)
 def get_i32(b: Builder, address: Value) -> Value:
     return b.sext(load_from(b, address, i32, 4), i64)
+
+
+@instruction(FLOAT, INT)
+def as_f32(b: Builder, bits: Value) -> Value:
+    """The float32 of the low 32 bits."""
+    return b.bitcast(b.trunc(bits, i32), f32)
 
 
 @instruction(ADDRESS, ADDRESS)
@@ -325,6 +334,25 @@ def first_lane(b: Builder, x: Value) -> Value:
 def any_above(b: Builder, x: Value, limit: Value) -> Value:
     """Whether a lane of `x` is larger than `limit`'s."""
     return b.icmp_unsigned("!=", b.bitcast(b.fcmp_ordered(">", x, limit), i16), ir.Constant(i16, 0))
+
+
+@instruction(BOOL, F32x16, F32x16)
+def any_from(b: Builder, x: Value, limit: Value) -> Value:
+    """Whether a lane of `x` is not below `limit`'s."""
+    return b.icmp_unsigned("!=", b.bitcast(b.fcmp_ordered(">=", x, limit), i16), ir.Constant(i16, 0))
+
+
+@instruction(F32x16, F32x16, F32x16, F32x16)
+def keep_from(b: Builder, x: Value, limit: Value, value: Value) -> Value:
+    """`value` where `x` is not below `limit`, 0 elsewhere."""
+    return b.select(b.fcmp_ordered(">=", x, limit), value, every_lane(0.0))
+
+
+@instruction(DOUBLE, F32x16, F32x16, F32x16, F32x16)
+def sum_f64(b: Builder, w: Value, x: Value, y: Value, z: Value) -> Value:
+    """All lanes of four vectors, added up in float64."""
+    wide = [b.fpext(vector, ir.VectorType(f64, LANES)) for vector in (w, x, y, z)]
+    return folded(b, b.fadd(b.fadd(wide[0], wide[1]), b.fadd(wide[2], wide[3])), b.fadd)
 
 
 @instruction(F32x16, INT, INT, F32x16, F32x16)
