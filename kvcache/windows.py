@@ -143,6 +143,9 @@ class Windows:
         """A request is about to run behind the usable prefix that it has leased, of an indexed one of these places."""
         pages = holding.lease.num_pages
         holding.windows = [group.open(places[:pages], holding.pages.shape[1]) for group in self.groups]
+        if pages < len(places):
+            for group, hold in zip(self.groups, holding.windows):
+                hold.is_short = not group.has(places[group.first_page(len(places) * self.page_tokens) :]).all()
         # Who comes after wants to go on where this one's prompt ends, or where the index did.
         ends = sorted((len(places), key.length // self.page_tokens))
         holding.ends = [end for end in dict.fromkeys(ends) if end > pages]
