@@ -144,7 +144,7 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
 
 def kv_layout(model: ModelConfig, dtype: str, page_tokens: int, context_tokens: int) -> KvLayout:
     """The model's KV. Layers with a window have a group of their own, which keeps only that, where some have none, and
-    contexts can become longer; else all layers are one full group."""
+    contexts (of `context_tokens` at most) can become longer; else all layers are one full group."""
 
     def group(kind: Literal["full", "window"], window_tokens: int, layers: Sequence[int]) -> LayerGroup:
         return LayerGroup(kind, window_tokens, tuple(layers), model.kv_heads, model.head_dim, _VALUE_BYTES[dtype])
@@ -267,7 +267,9 @@ def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs
     chunk_tokens = _chunk(settings, context_tokens)
     weights_bytes = _weights_bytes(model, dtype, settings.quantization)
     workspace_bytes = _workspace_bytes(model, settings.max_running_requests, chunk_tokens, context_tokens)
-    layout = kv_layout(model, dtype, settings.page_size, context_tokens)
+    # Only a CPU's worker serves window groups.
+    longest_tokens = context_tokens if kernels in ("compiled", "torch") else 0
+    layout = kv_layout(model, dtype, settings.page_size, longest_tokens)
     room_bytes = int(hardware.available_bytes * (1 - SPARE_FRACTION)) - weights_bytes - workspace_bytes - RUNTIME_BYTES
     return _Needs(
         dtype=dtype,
