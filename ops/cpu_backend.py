@@ -99,7 +99,8 @@ class CpuBackend:
         )
 
     def _tell_compiling(self, done: int, total: int) -> None:
-        """A line for each tenth: it takes 10 to 20 s, once."""
-        if done * 10 // total > (done - 1) * 10 // total:
-            share = done * 100 // total // 10 * 10
-            self._reply(Progress(f"compiling kernels for this CPU, once: {share} %", done, total))
+        """A line for each tenth. Of the 10 to 40 s, once, a third comes after the last: the program that calls them."""
+        if done == total:
+            self._reply(Progress(f"compiling kernels for this CPU, once: all {total}, now the whole of them", 0, 0))
+        elif done * 10 // total > (done - 1) * 10 // total:
+            self._reply(Progress(f"compiling kernels for this CPU, once: {done} of {total}", done, total))

@@ -38,13 +38,19 @@ CAUTION_STEP: Final = 0.2
 """Five retractions in a row, and admission reserves all that the running may still produce."""
 CAUTION_KEPT: Final = 0.9
 """Of it, from one ended request to the next: after seven it is half."""
+SLOW_SHARE: Final = 0.02
+"""Of the mixed steps, one in so many may take longer than a target that was asked for."""
 _SMOOTHING: Final = 0.1
+_SLOW_SMOOTHING: Final = 0.05
 
 
 class CostModel:
     """Predicted ms of a step: `base + row x decode rows + token x prefill tokens + pair x (prefill tokens x context)`.
 
-    The last term is attention. Two factors, for plain decode and for mixed steps, follow what is observed.
+    The last term is attention. Factors follow what is observed: the mean for plain decode and for mixed steps, and for
+    mixed steps also what only `SLOW_SHARE` of them exceed. That one climbs by a twentieth with every step that does and
+    sinks by a thousandth with every other (Robbins and Monro, "A stochastic approximation method", 1951), so that it
+    rests where the two cancel.
     """
 
     def __init__(self, costs: Sequence[StepCost]) -> None:
@@ -62,7 +68,7 @@ class CostModel:
         if deep is not None and deep.context_tokens > deep.prefill_tokens:
             attention_ms = self._rest(deep) - self.token_ms * deep.prefill_tokens
             self.pair_ms = max(0.0, attention_ms / (deep.prefill_tokens * deep.context_tokens))
-        self._decode_factor = self._mixed_factor = 1.0
+        self._decode_factor = self._mixed_factor = self._slow_factor = 1.0
 
     def predict_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:
         """`prefill_pairs`: the sum over chunks of tokens x context."""
@@ -89,18 +95,24 @@ class CostModel:
         ratio = min(4.0, max(0.25, step_ms / raw_ms))
         if prefill_tokens:
             self._mixed_factor += _SMOOTHING * (ratio - self._mixed_factor)
+            exceeded = ratio > self._slow_factor
+            self._slow_factor *= 1 + _SLOW_SMOOTHING * ((1 - SLOW_SHARE) if exceeded else -SLOW_SHARE)
         else:
             self._decode_factor += _SMOOTHING * (ratio - self._decode_factor)
 
-    def budget(self, decode_rows: int, target_ms: float, most_tokens: int, least_tokens: int) -> StepBudget:
+    def budget(
+        self, decode_rows: int, target_ms: float, most_tokens: int, least_tokens: int, promised: bool = False
+    ) -> StepBudget:
         """What a step beside these decode rows may hold so that it takes `target_ms`, or `ALONE_STEP_MS` without any.
 
-        `least_tokens` may be computed whatever they take, so that prompts go on however long a decode step is.
+        On the mean; of `promised` steps all but `SLOW_SHARE` take no longer. `least_tokens` may be computed whatever
+        they take, so that prompts go on however long a decode step is.
         """
         if not self.measured:
             return StepBudget(min(most_tokens, FIXED_BUDGET_TOKENS))
         step_ms = target_ms if decode_rows else max(target_ms, ALONE_STEP_MS)
-        room_ms = step_ms / self._mixed_factor - self.base_ms - self.row_ms * decode_rows
+        factor = max(self._mixed_factor, self._slow_factor) if promised and decode_rows else self._mixed_factor
+        room_ms = step_ms / factor - self.base_ms - self.row_ms * decode_rows
         return StepBudget(most_tokens, room_ms, self.token_ms, self.pair_ms, least_tokens)
 
     def _raw_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:

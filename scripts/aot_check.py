@@ -3,6 +3,7 @@
 
     scripts/aot_check.py                      # all variants, sm_80, sm_90 and sm_100: some minutes
     scripts/aot_check.py --short --arch 90    # one variant of each kernel
+    scripts/aot_check.py --variant 'decode, 1 to 1024 rows' --arch 90
 
 The launchers themselves are called, with tensors that have no memory, so that what is compiled is what would be
 launched: tiles, warps, stages, alignment. Registers and stack come from the cubin, by the `cuobjdump` that triton
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["TRITON_CACHE_DIR"] = cache
         # Fresh processes: what this one has imported must not matter.
         command = [sys.executable, __file__, *(["--short"] if options.short else [])]
+        command += ["--variant", options.variant] if options.variant else []
         command += ["--arch", *map(str, options.arch)]
         parts = [
             subprocess.Popen([*command, "--part", str(part), str(options.jobs)], stdout=subprocess.PIPE)
@@ -107,9 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compile_part(options: argparse.Namespace) -> int:
     """Every so manieth of what is to be compiled, as JSON to standard output."""
     part, parts = options.part
-    jobs = [
-        (arch, variant.name) for arch in options.arch for variant in variants() if variant.short or not options.short
+    chosen = [
+        variant.name
+        for variant in variants()
+        if (variant.name == options.variant if options.variant else variant.short or not options.short)
     ]
+    if not chosen:
+        raise SystemExit(f"there is no variant {options.variant!r}: {', '.join(each.name for each in variants())}")
+    jobs = [(arch, name) for arch in options.arch for name in chosen]
     found = [one for job in jobs[part::parts] for one in _compile(*job)]
     sys.stdout.buffer.write(msgspec.json.encode(found))
     return 0
@@ -118,6 +125,7 @@ def _compile_part(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--short", action="store_true", help="one variant of each kernel")
+    parser.add_argument("--variant", metavar="NAME", help="this one alone")
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(SHARED_BYTES), default=sorted(SHARED_BYTES))
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     parser.add_argument("--json", metavar="FILE", help="write the table there too")
@@ -146,6 +154,7 @@ def variants() -> list[Variant]:
         Variant("135M bf16", _layer(576, 1536, 9, 3, 64, BF16), False),
         Variant("70B bf16", _layer(8192, 28672, 64, 8, 128, BF16), False),
         Variant("128k ids", _sampling, True),
+        Variant("decode, 1 to 1024 rows", _decodes, False),
         *_attention_variants(),
     ]
 
@@ -179,8 +188,9 @@ def _attention(
     heads = kv_heads * group
 
     def compile_both() -> None:
-        from headrace.ops.triton.decode_attention import attend_decode, max_spans
+        from headrace.ops.triton.decode_attention import attend_decode
         from headrace.ops.triton.extend_attention import attend_extend, tile_tokens
+        from headrace.ops.triton.spans import max_spans
 
         q = _meta(ROWS, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
         layer = _meta(4096, 2, kv_heads, page_tokens, head_dim, dtype=dtype)
@@ -204,26 +214,41 @@ def _attention(
     return Variant(name, compile_both, short, hot=(head_dim, dtype) != (256, F32))
 
 
+def _decodes() -> None:
+    """What graphs and mixed batches launch on one server: few kernels for all numbers of rows."""
+    from headrace.ops.triton.decode_attention import attend_decode
+    from headrace.ops.triton.spans import max_spans
+
+    layer, table = _meta(4096, 2, 8, 16, 128, dtype=BF16), _meta(1024, 8192, dtype=I32)
+    parts = _meta(1024, max_spans(131072), 32, 128, dtype=F32)
+    for rows in (1, 2, 15, 16, 17, 64, 100, 255, 256, 257, 1024):
+        q, slots = _meta(rows, 48, 128, dtype=BF16)[:, :32], _meta(rows, dtype=I32)
+        out = _meta(rows, 32, 128, dtype=BF16)
+        attend_decode(q, layer, table, slots, slots, out, parts[:rows], parts[:rows, ..., 0], scale=0.1)
+
+
 def _layer(
     hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> Callable[[], None]:
     """What a layer has beside attention and products, and the copies of its pages."""
 
     def compile_all() -> None:
-        from headrace.ops.triton.activation import silu_mul
+        from headrace.ops.triton.activation import gated
         from headrace.ops.triton.embedding import embed
         from headrace.ops.triton.kv_copy import back_up, load_layer
         from headrace.ops.triton.kv_write import write_kv
-        from headrace.ops.triton.norm import rms_norm
+        from headrace.ops.triton.norm import norm_heads_, rms_norm
         from headrace.ops.triton.rotary import rotate_
 
         residual, weight = _meta(ROWS, hidden, dtype=F32), _meta(hidden, dtype=F32)
         branch = _meta(ROWS, hidden, dtype=dtype)
         rms_norm(residual, weight, branch, 1e-5)
         rms_norm(residual, weight, branch, 1e-5, branch)
-        silu_mul(_meta(ROWS, 2 * intermediate, dtype=dtype), _meta(ROWS, intermediate, dtype=dtype))
+        for kind in ("silu", "gelu"):
+            gated(_meta(ROWS, 2 * intermediate, dtype=dtype), _meta(ROWS, intermediate, dtype=dtype), kind)
         qkv = _meta(ROWS, heads + 2 * kv_heads, head_dim, dtype=dtype)
         rows, pages = _meta(ROWS, dtype=I32), _meta(16, dtype=I32)
+        norm_heads_(qkv[:, : heads + kv_heads], _meta(heads + kv_heads, head_dim, dtype=F32), 1e-6)
         turns = _meta(8192, head_dim // 2, 2, dtype=F32)
         rotate_(qkv[:, : heads + kv_heads], rows, turns, "interleaved")
         rotate_(qkv[:, : heads + kv_heads], rows, turns, "halves")
@@ -290,27 +315,28 @@ class _AbsentGpu:
 
 
 def _compile(arch: int, name: str) -> list[Compiled]:
-    """Every kernel that the variant launches, once."""
+    """Every kernel that the variant launches, once for each way in which it is compiled."""
     import triton
     from triton.runtime.jit import JITFunction
 
     triton.runtime.driver.set_active(_AbsentGpu(arch))
     variant = next(variant for variant in variants() if variant.name == name)
-    found: list[Compiled] = []
+    found: dict[str, Compiled] = {}
     launch = JITFunction.run
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         began = time.perf_counter()
         compiled = launch(kernel, *arguments, grid=grid, warmup=True, **options)
-        cubin = compiled.asm["cubin"]
-        found.append(_described(variant, kernel.__name__, arch, compiled.metadata, cubin, time.perf_counter() - began))
+        if compiled.hash not in found:
+            cubin, seconds = compiled.asm["cubin"], time.perf_counter() - began
+            found[compiled.hash] = _described(variant, kernel.__name__, arch, compiled.metadata, cubin, seconds)
 
     JITFunction.run = compile_only
     try:
         variant.compile()
     finally:
         JITFunction.run = launch
-    return found
+    return list(found.values())
 
 
 def _described(variant: Variant, kernel: str, arch: int, metadata: Any, cubin: bytes, seconds: float) -> Compiled:

@@ -86,20 +86,36 @@ def runs(seeds: range, seed_requests: int, jobs: int, hybrid: bool) -> Iterator[
                 child.wait()
 
 
+def natural(text: str) -> int:
+    """A command line's number from 0 on. Raises ArgumentTypeError: random generators take no other seed."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 0 on")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A command line's number from 1 on. Raises ArgumentTypeError."""
+    if natural(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 on")
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--seed", type=natural, default=0, help="the first seed (default 0)")
     parser.add_argument(
-        "--requests", type=int, default=1, help="run seeds until so many requests are done (default: one seed)"
+        "--requests", type=positive, default=1, help="run seeds until so many requests are done (default: one seed)"
     )
     parser.add_argument(
-        "--seed-requests", type=int, default=400, help="requests of a seed; part of the schedule (default 400)"
+        "--seed-requests", type=positive, default=400, help="requests of a seed; part of the schedule (default 400)"
     )
     parser.add_argument("--hybrid", action="store_true", help="a window group beside the full one")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--jobs", type=positive, default=1, help="processes (default 1)")
     parser.add_argument("--json", metavar="FILE", help="write the table to a file")
     parser.add_argument("--every", metavar="FIRST:END:STEP", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.json and (os.path.isdir(options.json) or not os.path.isdir(os.path.dirname(options.json) or ".")):
+        parser.error(f"--json {options.json} can't be written: give the path of a file in a directory that exists")
     if options.every:
         for seed in range(*map(int, options.every.split(":"))):
             print(msgspec.json.encode(one(seed, options.seed_requests, options.hybrid)).decode(), flush=True)

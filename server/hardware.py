@@ -14,6 +14,8 @@ from typing import Final
 
 import msgspec
 
+from headrace.server.card import Card
+
 _NO_LIMIT_BYTES: Final = 1 << 60
 """Version 1 says "no limit" with a number near 2^63."""
 
@@ -33,6 +35,10 @@ class Hardware(msgspec.Struct, frozen=True):
     """The tightest control group's limit; None without one below the RAM."""
     bfloat16: bool
     """Whether the CPU multiplies bfloat16 in hardware."""
+    card: Card | None = None
+    """A GPU that a worker can use."""
+    no_card: str = "it was not looked for"
+    """Why there is none, and what to change."""
 
 
 def read_hardware(root: Path = Path("/"), affinity: int | None = None) -> Hardware:

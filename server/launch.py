@@ -16,9 +16,11 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import uvloop
 from rich.console import Console
 
@@ -35,20 +37,26 @@ from headrace.sched.executors.worker_process import WorkerProcess
 from headrace.sched.options import EngineOptions
 from headrace.server.api import Api, ApiSettings, Priorities
 from headrace.server.body import most_body_bytes
+from headrace.server.card import Card, NoCard, read_card
 from headrace.server.chat import own_template
 from headrace.server.config import BadSetting, Settings
 from headrace.server.fingerprint import model_fingerprint
 from headrace.server.grammar_process import GrammarProcess
-from headrace.server.hardware import read_hardware
+from headrace.server.hardware import Hardware, read_hardware
 from headrace.server.host_pool import HostPool
+from headrace.server.hub import fetch_from_hub
 from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
-from headrace.server.models import NotCached, about, fetch_model, resolve, shown_progress
+from headrace.server.models import NotCached, OnHub, about, fetch_model, hub_model, resolve
+from headrace.server.models_cli import shown_progress
 from headrace.server.salt_key import salt_key
+from headrace.server.sampling_defaults import SamplingDefaults, sampling_defaults
 from headrace.server.sizing import DoesNotFit, MemoryPlan, memory_table, plan_memory
 from headrace.server.step_log import StepLog
 from headrace.server.text import TextService
-from headrace.server.tiering import TierPlan, plan_tiers
+from headrace.server.tiering import TierPlan, check_tiers, plan_tiers
 from headrace.server.tokenizer import BadTokenizer, check_vocabulary
+
+_log: Final = logging.getLogger("headrace.server")
 
 NO_TIERS: Final = TierPlan()
 RING_SLOTS: Final = 3
@@ -62,13 +70,14 @@ def serve(settings: Settings) -> int:
     go together.
     """
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    check_tiers(settings)
     try:
         sock, path = port_and_model(settings)
     except CannotListen as problem:
         print(f"headrace: {problem}", file=sys.stderr)
         return 1
     with sock:
-        hardware = read_hardware()
+        hardware = with_card(read_hardware(), settings)
         file = open_model_file(path)
         try:
             model = read_config(file)
@@ -76,34 +85,55 @@ def serve(settings: Settings) -> int:
             plan = plan_memory(model, settings, hardware)
             fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
             tiers = plan_tiers(settings, plan, hardware, fingerprint)
-            Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes))
+            Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes, tiers.disk))
             options = engine_options(settings, path, model, plan, fingerprint, tiers)
             template = chat_template(settings, file)
+            defaults = sampling_defaults(file, settings.sampling_defaults)
         finally:
             file.close()
-        api_settings = _api_settings(settings, plan, tiers)
+        api_settings = _api_settings(settings, plan, tiers, defaults)
+        _tell_defaults(defaults)
         # Before anybody waits: 37 ms for what the imports have left.
         gc.collect()
         gc.freeze()
         return uvloop.run(_serve(sock, settings, path, options, api_settings, template))
 
 
+def with_card(hardware: Hardware, settings: Settings, look: Callable[[], Card] = read_card) -> Hardware:
+    """The machine with its card, if one may be used."""
+    if settings.device == "cpu":
+        return hardware
+    try:
+        return msgspec.structs.replace(hardware, card=look())
+    except NoCard as problem:
+        if settings.device == "auto" and "there is a card" in str(problem):
+            _log.warning("the model runs on the CPU: %s", problem)
+        return msgspec.structs.replace(hardware, no_card=str(problem))
+
+
 def port_and_model(settings: Settings) -> tuple[socket.socket, Path]:
-    """A listening socket and the model's file, fetched if it has a name that is known and is not cached yet.
+    """A listening socket and the model's file or folder, fetched if it is known by name, or to the Hugging Face Hub.
 
     Raises CannotListen, ModelProblem.
     """
     sock = bind(settings.host, settings.port)
     try:
         return sock, resolve(settings.model_path, settings.cache)
-    except NotCached:
+    except (NotCached, OnHub):
         sock.close()
     except BaseException:
         sock.close()
         raise
-    with shown_progress(sys.stderr, about(settings.model_path)) as progress:
-        path = fetch_model(settings.model_path, settings.cache, progress)
+    path = _fetched(settings)
     return bind(settings.host, settings.port), path
+
+
+def _fetched(settings: Settings) -> Path:
+    hub = hub_model(settings.model_path)
+    with shown_progress(sys.stderr, about(settings.model_path) if hub is None else "") as progress:
+        if hub is not None:
+            return fetch_from_hub(hub, progress)
+        return fetch_model(settings.model_path, settings.cache, progress)
 
 
 def check_tokenizer(file: ModelFile, path: Path) -> None:
@@ -141,6 +171,7 @@ def engine_options(
         host_slot_bytes=tiers.slot_bytes,
         window_areas=tiers.window_areas,
         kernels=plan.kernels,
+        device=plan.device,
         kernel_cache=str(settings.cache / "kernels"),
     )
     return EngineOptions(
@@ -244,9 +275,20 @@ def _priorities(settings: Settings) -> Priorities:
     return "refused" if settings.abort_on_priority_when_disabled else "ignored"
 
 
-def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSettings:
-    decided = {"dtype": plan.dtype, "cpu_kernels": plan.kernels, "cpu_threads": plan.cpu_threads}
+def _tell_defaults(defaults: SamplingDefaults) -> None:
+    """Answers that are drawn otherwise than OpenAI's API says would else be a riddle."""
+    openai = msgspec.structs.asdict(SamplingDefaults())
+    said = [f"{name} {value:g}" for name, value in msgspec.structs.asdict(defaults).items() if value != openai[name]]
+    if said:
+        _log.info("requests that don't say otherwise get the model's %s (--sampling-defaults)", ", ".join(said))
+
+
+def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan, defaults: SamplingDefaults) -> ApiSettings:
+    decided: dict[str, object] = {"device": plan.device, "dtype": plan.dtype, "cpu_threads": plan.cpu_threads}
+    decided |= {"cpu_kernels": plan.kernels} if plan.device == "cpu" else {"card_bytes": plan.card_bytes}
     decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}
+    decided |= {"cache_model": tiers.storage.model.hex() if tiers.storage is not None else None}
+    decided |= {"default_sampling_params": msgspec.structs.asdict(defaults)}
     return ApiSettings(
         max_body_bytes=most_body_bytes(plan.max_queued_tokens),
         model_name=settings.model_name,
@@ -255,6 +297,7 @@ def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiS
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=plan.max_queued_tokens,
         priorities=_priorities(settings),
+        sampling_defaults=defaults,
         api_keys=(settings.api_key,) if settings.api_key else (),
         admin_api_key=settings.admin_api_key,
         request_timeout_s=settings.request_timeout_s,

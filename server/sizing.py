@@ -16,6 +16,13 @@ import msgspec
 
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.ops.models.config import ModelConfig
+from headrace.server.card_sizing import (
+    CARD_PROGRAM_BYTES,
+    CHUNK_TOKENS,
+    HOST_PROGRAM_BYTES,
+    card_weights_bytes,
+    card_workspace_bytes,
+)
 from headrace.server.config import BadSetting, Settings
 from headrace.server.hardware import Hardware
 from headrace.server.pool_sizes import PoolSizes
@@ -55,8 +62,9 @@ class DoesNotFit(BadSetting):
 class MemoryPlan(msgspec.Struct, frozen=True):
     """What the server will run with, and the bytes of each part."""
 
+    device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
-    kernels: Literal["compiled", "torch"]
+    kernels: Literal["compiled", "torch", "triton"]
     quantization: str
     layout: KvLayout
     num_pages: tuple[int, ...]
@@ -78,25 +86,43 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     """What window groups would take more if they kept every token that the full groups do."""
     workspace_bytes: int
     runtime_bytes: int
+    """Of the host: programs and their libraries."""
     available_bytes: int
+    """Of the host."""
+    card_bytes: int = 0
+    """Of a card, before anything is loaded: then weights, KV and workspace are there."""
 
     @property
     def left_bytes(self) -> int:
-        """What stays free when everything is in use."""
-        used_bytes = self.weights_bytes + self.pool_bytes + self.workspace_bytes + self.runtime_bytes
-        return self.available_bytes - used_bytes
+        """What stays free of the host's memory when everything is in use."""
+        on_host = 0 if self.device == "cuda" else self.model_bytes
+        return self.available_bytes - on_host - self.runtime_bytes
+
+    @property
+    def card_left_bytes(self) -> int:
+        """The same of a card's."""
+        return self.card_bytes - self.model_bytes - CARD_PROGRAM_BYTES
+
+    @property
+    def model_bytes(self) -> int:
+        """Where the model runs: weights, KV and workspace."""
+        return self.weights_bytes + self.pool_bytes + self.workspace_bytes
 
 
 class _Needs(msgspec.Struct, frozen=True):
     """What is settled before the size of the pool."""
 
+    device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
-    kernels: Literal["compiled", "torch"]
+    kernels: Literal["compiled", "torch", "triton"]
     context_tokens: int
     chunk_tokens: int
     layout: KvLayout
     weights_bytes: int
     workspace_bytes: int
+    runtime_bytes: int
+    free_bytes: int
+    """Where the model runs."""
     room_bytes: int
     """For the pool; negative where not even the rest fits."""
     sizes: PoolSizes
@@ -117,10 +143,11 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
     needs = _needs(model, settings, hardware)
     if not _has_room(needs):
         raise DoesNotFit(_no_room(model, settings, hardware, needs))
-    pages = _pages(settings, hardware, needs)
+    pages = _pages(settings, needs)
     pool_tokens = pages * needs.layout.page_tokens
     chunk_tokens = min(needs.chunk_tokens, pool_tokens)
     return MemoryPlan(
+        device=needs.device,
         dtype=needs.dtype,
         kernels=needs.kernels,
         quantization=settings.quantization,
@@ -137,8 +164,9 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
         pool_bytes=needs.sizes.size_bytes(pages),
         window_saved_bytes=needs.sizes.saved_bytes(pages),
         workspace_bytes=needs.workspace_bytes,
-        runtime_bytes=RUNTIME_BYTES,
+        runtime_bytes=HOST_PROGRAM_BYTES if needs.device == "cuda" else RUNTIME_BYTES,
         available_bytes=hardware.available_bytes,
+        card_bytes=needs.free_bytes if needs.device == "cuda" else 0,
     )
 
 
@@ -159,13 +187,36 @@ def kv_layout(model: ModelConfig, dtype: str, page_tokens: int, context_tokens: 
 # What the settings left open
 
 
-def _dtype(settings: Settings, hardware: Hardware) -> Literal["float32", "bfloat16"]:
+def chosen_device(settings: Settings, hardware: Hardware) -> Literal["cpu", "cuda"]:
+    """What the model runs on. Raises BadSetting."""
+    on_cpu = [
+        f"{flag} {value}"
+        for flag, value, default in (
+            ("--cpu-kernels", settings.cpu_kernels, "auto"),
+            ("--quantization", settings.quantization, "none"),
+        )
+        if value != default
+    ]
+    if settings.device != "cuda":
+        return "cuda" if settings.device == "auto" and hardware.card is not None and not on_cpu else "cpu"
+    if hardware.card is None:
+        raise BadSetting(f"--device cuda: {hardware.no_card}, or give --device cpu.")
+    if on_cpu:
+        raise BadSetting(f"{on_cpu[0]} is for CPUs only: leave it out, or give --device cpu.")
+    return "cuda"
+
+
+def _dtype(settings: Settings, hardware: Hardware, device: Literal["cpu", "cuda"]) -> Literal["float32", "bfloat16"]:
     if settings.dtype != "auto":
         return settings.dtype
-    return "bfloat16" if hardware.bfloat16 else "float32"
+    return "bfloat16" if device == "cuda" or hardware.bfloat16 else "float32"
 
 
-def _kernels(model: ModelConfig, settings: Settings, hardware: Hardware) -> Literal["compiled", "torch"]:
+def _kernels(
+    model: ModelConfig, settings: Settings, hardware: Hardware, device: Literal["cpu", "cuda"]
+) -> Literal["compiled", "torch", "triton"]:
+    if device == "cuda":
+        return "triton"
     if settings.cpu_kernels == "torch":
         if settings.quantization != "none":
             raise BadSetting(
@@ -207,16 +258,21 @@ def _context(model: ModelConfig, settings: Settings) -> int:
     return settings.context_length
 
 
-def _chunk(settings: Settings, context_tokens: int) -> int:
+def _chunk(settings: Settings, context_tokens: int, device: Literal["cpu", "cuda"]) -> int:
     if settings.chunked_prefill_size == -1:
         return context_tokens
-    return min(settings.chunked_prefill_size or MEASURED_CHUNK_TOKENS, context_tokens)
+    usual = CHUNK_TOKENS if device == "cuda" else MEASURED_CHUNK_TOKENS
+    return min(settings.chunked_prefill_size or usual, context_tokens)
 
 
-def _pages(settings: Settings, hardware: Hardware, needs: _Needs) -> int:
+def _pages(settings: Settings, needs: _Needs) -> int:
     """Pages of the pool: as asked, else a share of the room."""
     if settings.mem_fraction_static is not None:
-        pages = most = _pages_of_fraction(settings.mem_fraction_static, hardware, needs)
+        pages = most = _pages_of_fraction(settings.mem_fraction_static, needs)
+    elif needs.device == "cuda":
+        # Nobody else wants a card's memory, and nothing of it must be touched first.
+        most = needs.most_pages
+        pages = min(most, settings.max_running_requests * needs.context_pages)
     else:
         most = needs.most_pages
         # A quarter or a GiB; up to a half for one whole context; never more than all requests together could use.
@@ -239,9 +295,9 @@ def _pages(settings: Settings, hardware: Hardware, needs: _Needs) -> int:
     return pages
 
 
-def _pages_of_fraction(fraction: float, hardware: Hardware, needs: _Needs) -> int:
+def _pages_of_fraction(fraction: float, needs: _Needs) -> int:
     """Pages that --mem-fraction-static leaves beside the weights."""
-    free_bytes = hardware.available_bytes
+    free_bytes = needs.free_bytes
     smallest_bytes = needs.sizes.size_bytes(needs.layout.pages(SMALLEST_POOL_TOKENS))
     pool_bytes = int(free_bytes * fraction) - needs.weights_bytes
     if smallest_bytes <= pool_bytes <= needs.room_bytes:
@@ -251,7 +307,7 @@ def _pages_of_fraction(fraction: float, hardware: Hardware, needs: _Needs) -> in
     if pool_bytes < smallest_bytes:
         says = f"is too little for {size_text(needs.weights_bytes)} of weights and a KV cache"
     else:
-        says = f"leaves less than the server itself needs ({size_text(needs.workspace_bytes + RUNTIME_BYTES)})"
+        says = f"leaves less than the server itself needs ({size_text(needs.workspace_bytes + needs.runtime_bytes)})"
     # Both ends are rounded inwards; where nothing is left between them, the default is what fits.
     gives = f"give {least:g} to {largest:g}" if least <= largest else "leave the flag out"
     raise DoesNotFit(f"--mem-fraction-static {fraction:g} of {size_text(free_bytes)} free memory {says}: {gives}.")
@@ -262,16 +318,24 @@ def _pages_of_fraction(fraction: float, hardware: Hardware, needs: _Needs) -> in
 
 
 def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs:
-    dtype, kernels = _dtype(settings, hardware), _kernels(model, settings, hardware)
+    device = chosen_device(settings, hardware)
+    dtype, kernels = _dtype(settings, hardware, device), _kernels(model, settings, hardware, device)
     context_tokens = _context(model, settings)
-    chunk_tokens = _chunk(settings, context_tokens)
-    weights_bytes = _weights_bytes(model, dtype, settings.quantization)
-    workspace_bytes = _workspace_bytes(model, settings.max_running_requests, chunk_tokens, context_tokens)
+    chunk_tokens = _chunk(settings, context_tokens, device)
     # Only a CPU's worker serves window groups.
-    longest_tokens = context_tokens if kernels in ("compiled", "torch") else 0
-    layout = kv_layout(model, dtype, settings.page_size, longest_tokens)
-    room_bytes = int(hardware.available_bytes * (1 - SPARE_FRACTION)) - weights_bytes - workspace_bytes - RUNTIME_BYTES
+    layout = kv_layout(model, dtype, settings.page_size, context_tokens if device == "cpu" else 0)
+    sizes = (model, settings.max_running_requests, chunk_tokens, context_tokens)
+    if device == "cuda":
+        assert hardware.card is not None
+        weights_bytes = card_weights_bytes(model, _VALUE_BYTES[dtype])
+        workspace_bytes = card_workspace_bytes(*sizes, _VALUE_BYTES[dtype])
+        runtime_bytes, free_bytes = CARD_PROGRAM_BYTES, hardware.card.free_bytes
+    else:
+        weights_bytes = _weights_bytes(model, dtype, settings.quantization)
+        workspace_bytes = _workspace_bytes(*sizes)
+        runtime_bytes, free_bytes = RUNTIME_BYTES, hardware.available_bytes
     return _Needs(
+        device=device,
         dtype=dtype,
         kernels=kernels,
         context_tokens=context_tokens,
@@ -279,7 +343,9 @@ def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs
         layout=layout,
         weights_bytes=weights_bytes,
         workspace_bytes=workspace_bytes,
-        room_bytes=room_bytes,
+        runtime_bytes=runtime_bytes,
+        free_bytes=free_bytes,
+        room_bytes=int(free_bytes * (1 - SPARE_FRACTION)) - weights_bytes - workspace_bytes - runtime_bytes,
         sizes=PoolSizes(layout, settings.max_running_requests, chunk_tokens),
     )
 
@@ -316,17 +382,24 @@ def _workspace_bytes(model: ModelConfig, rows: int, chunk_tokens: int, context_t
 # What to say
 
 
-def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_tier_bytes: int = 0) -> Table:
-    """The plan as a table for the terminal."""
+def memory_table(
+    model: ModelConfig,
+    plan: MemoryPlan,
+    hardware: Hardware,
+    host_tier_bytes: int = 0,
+    disk: tuple[int, str] | None = None,
+) -> Table:
+    """The plan as a table for the terminal. `disk`: bytes and directory of the disk tier."""
     from rich.table import Table  # 60 ms, which `headrace --help` need not pay
 
-    table = Table(title=_free_text(hardware), title_justify="left", title_style="", show_header=False)
+    on_card = plan.device == "cuda"
+    table = Table(title=_free_text(hardware, plan.device), title_justify="left", title_style="", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
     pool = f"{plan.pool_tokens} tokens in {plan.num_pages[0]} pages of {plan.layout.page_tokens}"
     kept = plan.dtype if plan.quantization == "none" else plan.quantization
-    table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {kept}")
+    table.add_row("weights", size_text(plan.weights_bytes), _of_weights(model, kept))
     table.add_row("KV cache", size_text(plan.pool_bytes), pool)
     if plan.layout.is_hybrid:
         pages = " + ".join(map(str, plan.num_pages[plan.layout.full_groups :]))
@@ -334,13 +407,27 @@ def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_
     if host_tier_bytes:
         tokens = PoolSizes(plan.layout).pages_in(host_tier_bytes, host=True) * plan.layout.page_tokens
         table.add_row("host tier", size_text(host_tier_bytes), f"{tokens} tokens that the device has let go of")
+    if disk is not None:
+        tokens = disk[0] * plan.pool_tokens // plan.pool_bytes
+        table.add_row("disk tier", size_text(disk[0]), f"{tokens} tokens, in {disk[1]}")
     table.add_row("workspace", size_text(plan.workspace_bytes), f"{plan.max_running_requests} requests at once")
-    table.add_row("programs", size_text(plan.runtime_bytes), f"server, and worker with threads: {plan.cpu_threads}")
+    if on_card:
+        table.add_row("CUDA", size_text(CARD_PROGRAM_BYTES), "its context and libraries: an estimate")
+    else:
+        table.add_row("programs", size_text(plan.runtime_bytes), f"server, and worker with threads: {plan.cpu_threads}")
     context = f"contexts up to {plan.max_context_tokens} tokens"
     if plan.max_context_tokens < model.context_tokens:
         context += f" of the model's {model.context_tokens}"
-    table.add_row("left free", size_text(plan.left_bytes - host_tier_bytes), context)
+    left_bytes = plan.left_bytes - host_tier_bytes
+    table.add_row("left free", size_text(plan.card_left_bytes if on_card else left_bytes), context)
+    if on_card:
+        table.add_row("on the host", size_text(plan.runtime_bytes), f"programs; {size_text(left_bytes)} stay free")
     return table
+
+
+def _of_weights(model: ModelConfig, kept: str) -> str:
+    said = f"{model.parameters / 1e6:.0f} million in {kept}"
+    return f"{said}, embeddings twice" if model.tied_embeddings else said
 
 
 def size_text(size_bytes: int) -> str:
@@ -352,7 +439,11 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 30):.1f} GiB"
 
 
-def _free_text(hardware: Hardware) -> str:
+def _free_text(hardware: Hardware, device: Literal["cpu", "cuda"] = "cpu") -> str:
+    if device == "cuda":
+        assert hardware.card is not None
+        of = size_text(hardware.card.total_bytes)
+        return f"{size_text(hardware.card.free_bytes)} of memory free, of {of}, on a {hardware.card.name}"
     limit = hardware.limit_bytes
     of = size_text(hardware.ram_bytes) if limit is None else f"the {size_text(limit)} that this control group may use"
     return f"{size_text(hardware.available_bytes)} of memory free, of {of}"
@@ -377,8 +468,8 @@ def _pool_too_large(settings: Settings, needs: _Needs, pages: int, most_pages: i
 
 def _no_room(model: ModelConfig, settings: Settings, hardware: Hardware, needs: _Needs) -> str:
     """What to change when not even the smallest cache fits beside the weights."""
-    fixed = size_text(needs.weights_bytes + needs.workspace_bytes + RUNTIME_BYTES)
-    says = f"{model.name} needs {fixed} besides its KV cache, and there is {_free_text(hardware)}"
+    fixed = size_text(needs.weights_bytes + needs.workspace_bytes + needs.runtime_bytes)
+    says = f"{model.name} needs {fixed} besides its KV cache, and there is {_free_text(hardware, needs.device)}"
     small: dict[str, Any] = {"max_running_requests": 1, "chunked_prefill_size": 64}
     ways_out: tuple[dict[str, Any], ...] = (
         {"chunked_prefill_size": 256},
@@ -386,6 +477,7 @@ def _no_room(model: ModelConfig, settings: Settings, hardware: Hardware, needs: 
         small,
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", **small},
+        *([{"device": "cpu"}] if needs.device == "cuda" else []),
     )
     for change in ways_out:
         if _has_room(_needs(model, msgspec.structs.replace(settings, **change), hardware)):

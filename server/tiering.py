@@ -12,6 +12,7 @@ from msgspec import Meta
 from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
+from headrace.kvcache.storage.disk.files import DIRECTORY_MODE
 from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.wire import HostArea
 from headrace.server.config import BadSetting, Settings, flag_of
@@ -66,11 +67,34 @@ class TierPlan(msgspec.Struct, frozen=True):
     def host_bytes(self) -> int:
         return self.host_pages * self.slot_bytes + sum(area.pages * area.slot_bytes for area in self.window_areas)
 
+    @property
+    def disk(self) -> tuple[int, str] | None:
+        """Bytes and directory of the disk tier."""
+        if self.storage is None or not self.storage.directory:
+            return None
+        return self.storage.capacity_bytes, self.storage.directory
+
+
+def check_tiers(settings: Settings) -> None:
+    """What is wrong with the flags whatever the model: said before one is fetched. Raises BadSetting."""
+    backend = storage_backend(settings)
+    _check_used(settings, backend)
+    _extra(settings)
+    if backend == "disk":
+        directory = _directory(settings)
+        try:
+            os.makedirs(directory, DIRECTORY_MODE, exist_ok=True)
+        except OSError as error:
+            raise BadSetting(
+                f"--disk-cache-dir {directory} can't be made: {error.strerror}. Give a directory that can be written."
+            ) from None
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise BadSetting(f"--disk-cache-dir {directory} can't be written: give one that can.")
+
 
 def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerprint: bytes) -> TierPlan:
     """Raises BadSetting, DoesNotFit."""
     backend = storage_backend(settings)
-    _check_used(settings, backend)
     if not settings.enable_hierarchical_cache and backend is None:
         return TierPlan()
     if settings.disable_radix_cache:

@@ -12,6 +12,7 @@ import torch
 from headrace.ops.backend import CannotServe, Made, Weights, check_host_slots, dtype_of, weights_progress
 from headrace.ops.cuda import card
 from headrace.ops.cuda.copies import PinnedPages
+from headrace.ops.cuda.first_steps import run_first_steps
 from headrace.ops.cuda.kv import DevicePools
 from headrace.ops.cuda.sampler import DeviceSampler
 from headrace.ops.cuda.step import DeviceStepRunner
@@ -20,7 +21,7 @@ from headrace.ops.device import device_name
 from headrace.ops.kv_pool import CPU, KvPool
 from headrace.ops.models.registry import load_on_device
 from headrace.ops.streams import Streams, cpu_streams
-from headrace.ops.wire import Progress, Reply, Start
+from headrace.ops.wire import BatchRing, Progress, Reply, Start
 
 CPU_MULTIPROCESSORS: Final = 2
 """Of a CPU in a card's place: few enough that long contexts are cut."""
@@ -78,9 +79,11 @@ class CudaBackend:
                 card.pin(host_pool)
             copier = PinnedPages(host_pool, start.host_slot_bytes, dtype)
         count = card.multiprocessors(self._device) if self._on_card else CPU_MULTIPROCESSORS
+        config = self._model.config
+        windows = sorted({config.window(layer) for layer in range(config.layers)})
         runner = DeviceStepRunner(
             self._model,
-            DevicePools(pools, self._model.config.heads, self._device, count),
+            DevicePools(pools, config.heads, self._device, count, windows),
             DeviceSampler(start.max_slots, start.ring.vocab, self._device),
             copier,
             self.streams,
@@ -90,6 +93,8 @@ class CudaBackend:
         if self._on_card:
             # What was made so far was made in another stream.
             torch.cuda.synchronize()
+            self._reply(Progress("compiling kernels for this card, once", 0, 1))
+            run_first_steps(runner, pools, BatchRing(ring, start.ring), copier is not None)
         return Made(pools, runner)
 
     def _tell(self, phase: str, done: int, total: int) -> None:

@@ -10,7 +10,7 @@ end    tables and scratch: with the process; the rest: with the step
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.ops.attention import Scores
 from headrace.ops.cuda.staging import Slot
 from headrace.ops.kv_pool import KvPool
-from headrace.ops.triton.decode_attention import attend_decode, max_spans
+from headrace.ops.triton.decode_attention import attend_decode
 from headrace.ops.triton.extend_attention import attend_extend, plan_extend, tile_tokens
 from headrace.ops.triton.kv_write import write_kv
-from headrace.ops.wire import I32, ForwardBatch
+from headrace.ops.triton.spans import max_spans
+from headrace.ops.wire import ForwardBatch
 
 PADDING: Final = (0, 0, -1, -1, 0)
 """Of `StepRows`' tensors, in a row that is not there: it writes nothing, and sees nothing."""
@@ -32,14 +34,23 @@ PADDING: Final = (0, 0, -1, -1, 0)
 class DevicePools:
     """The pools, their tables on the card, and what attention needs of the model and of the card."""
 
-    def __init__(self, pools: list[KvPool], heads: int, device: torch.device, multiprocessors: int) -> None:
+    def __init__(
+        self,
+        pools: list[KvPool],
+        heads: int,
+        device: torch.device,
+        multiprocessors: int,
+        windows: Collection[int] = (0,),
+    ) -> None:
+        """`windows`: those of the model's layers, 0 for one that sees everything."""
         self.pools = pools
+        self.windows = windows
         self.heads = heads
         self.multiprocessors = multiprocessors
         self.tables = [torch.from_numpy(pool.table).to(device, copy=True) for pool in pools]
         """int32 `[slots, pages]` of each group."""
         slots, pages = pools[0].table.shape
-        spans = max_spans(pages * pools[0].page_tokens)
+        spans = max(max_spans(pages * pools[0].page_tokens, window=window) for window in windows)
         head_dim = pools[0].shape.head_dim
         self.span_parts = torch.empty((slots, spans, heads, head_dim), device=device)
         self.span_sums = torch.empty((slots, spans, heads), device=device)
@@ -93,40 +104,37 @@ class StepRows(NamedTuple):
     """`[decode rows]`: the first tokens are theirs, one each; padded with -1."""
     decode_kv_len: Tensor
     """Padded with 0."""
-    extend: list[ExtendRows | None]
-    """Of each group, if any row has several tokens."""
+    extend: dict[tuple[int, int], ExtendRows]
+    """By group and window; empty where no row has several tokens."""
 
 
 def stage_rows(batch: ForwardBatch, pools: DevicePools, slot: Slot) -> StepRows:
     """Stage a batch of rows of any length."""
     lengths = np.diff(batch.row_start)
     singles = batch.counts.decode_rows
-    several: I32 = batch.row_start[singles:]
     return StepRows(
         ids=slot.put(batch.input_ids),
         positions=slot.put(batch.positions),
         token_slot=slot.put(np.repeat(batch.row_slot, lengths)),
         decode_slot=slot.put(batch.row_slot[:singles]),
         decode_kv_len=slot.put(batch.row_kv_len[:singles]),
-        extend=[_stage_extend(batch, pool, pools, several, slot) for pool in pools.pools],
+        extend=_stage_extend(batch, pools, slot) if singles < batch.counts.rows else {},
     )
 
 
-def _stage_extend(batch: ForwardBatch, pool: KvPool, pools: DevicePools, start: I32, slot: Slot) -> ExtendRows | None:
-    if len(start) < 2:
-        return None
+def _stage_extend(batch: ForwardBatch, pools: DevicePools, slot: Slot) -> dict[tuple[int, int], ExtendRows]:
     singles = batch.counts.decode_rows
-    shape, kv_len = pool.shape, batch.row_kv_len[singles:]
-    tile = tile_tokens(pools.heads, shape.kv_heads, shape.head_dim, pool.pages.dtype)
-    plan = plan_extend(start, kv_len, tile, shape.kv_heads, programs=2 * pools.multiprocessors)
-    return ExtendRows(
-        start=slot.put(start),
-        slot=slot.put(batch.row_slot[singles:]),
-        kv_len=slot.put(kv_len),
-        pieces=slot.put(plan.pieces),
-        merges=slot.put(plan.merges),
-        parts=plan.parts,
-    )
+    start, kv_len = batch.row_start[singles:], batch.row_kv_len[singles:]
+    rows = slot.put(start), slot.put(batch.row_slot[singles:]), slot.put(kv_len)
+    staged = {}
+    for group, pool in enumerate(pools.pools):
+        shape = pool.shape
+        tile = tile_tokens(pools.heads, shape.kv_heads, shape.head_dim, pool.pages.dtype)
+        for window in pools.windows:
+            sizes = (start, kv_len, tile, shape.kv_heads)
+            plan = plan_extend(*sizes, window=window, programs=2 * pools.multiprocessors)
+            staged[group, window] = ExtendRows(*rows, slot.put(plan.pieces), slot.put(plan.merges), plan.parts)
+    return staged
 
 
 def padded_rows(slot: Slot, rows: int, batch: ForwardBatch | None = None) -> StepRows:
@@ -140,7 +148,7 @@ def padded_rows(slot: Slot, rows: int, batch: ForwardBatch | None = None) -> Ste
             array[: batch.counts.rows] = getattr(batch, name)
         staged.append(tensor)
     ids, positions, token_slot, decode_slot, decode_kv_len = staged
-    return StepRows(ids, positions, token_slot, decode_slot, decode_kv_len, [])
+    return StepRows(ids, positions, token_slot, decode_slot, decode_kv_len, {})
 
 
 class DeviceKv:
@@ -156,7 +164,7 @@ class DeviceKv:
         self._places = places
         self._arrive = arrive
 
-    def attend(self, layer: int, qkv: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, scores: Scores) -> Tensor:
         """Write a layer's keys and values, then attend: `qkv` `[tokens, (heads + 2 · kv_heads) · head_dim]`, queries
         and keys rotated → `[tokens, heads · head_dim]`."""
         self._arrive(layer)
@@ -177,18 +185,21 @@ class DeviceKv:
                 out[:singles],
                 self._pools.span_parts[:singles],
                 self._pools.span_sums[:singles],
-                scale=scale,
+                scale=scores.scale,
+                window=scores.window_tokens,
+                soft_cap=scores.cap,
                 programs=4 * self._pools.multiprocessors,
             )
-        several = rows.extend[group] if rows.extend else None
+        several = rows.extend.get((group, scores.window_tokens))
         if several is not None:
-            self._extend(q, pages, table, several, out, scale)
+            self._extend(q, pages, table, several, out, scores)
         return out.view(len(qkv), -1)
 
-    def _extend(self, q: Tensor, pages: Tensor, table: Tensor, rows: ExtendRows, out: Tensor, scale: float) -> None:
+    def _extend(self, q: Tensor, pages: Tensor, table: Tensor, rows: ExtendRows, out: Tensor, scores: Scores) -> None:
         kv_heads, head_dim = pages.shape[2], pages.shape[4]
         tile = tile_tokens(self._pools.heads, kv_heads, head_dim, pages.dtype)
         parts = torch.empty((rows.parts, self._pools.heads, tile, head_dim), device=q.device)
         sums = torch.empty((rows.parts, self._pools.heads, tile), device=q.device)
         cut = (rows.start, rows.slot, rows.kv_len, out, rows.pieces, rows.merges, parts, sums)
-        attend_extend(q, pages, table, *cut, scale=scale)
+        window, soft_cap = scores.window_tokens, scores.cap
+        attend_extend(q, pages, table, *cut, scale=scores.scale, window=window, soft_cap=soft_cap)

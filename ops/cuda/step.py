@@ -103,7 +103,7 @@ class DeviceStepRunner:
         self._staging = Staging(4 * geometry.max_batch_bytes + (64 << 10), 64 * slots + 4096, model.device, streams)
         self._hidden = torch.empty((slots, model.config.hidden), dtype=pools.pools[0].pages.dtype, device=model.device)
         """What the last graph has left."""
-        self._graphs = self._capture([rows for rows in GRAPH_ROWS if rows < slots] + [slots], tell)
+        self.graphs = self._capture([rows for rows in GRAPH_ROWS if rows < slots] + [slots], tell)
 
     def forward(self, batch: ForwardBatch, results: StepResults) -> None:
         check_batch(batch, self._pools.pools, self._model.config.vocab_size)
@@ -143,7 +143,7 @@ class DeviceStepRunner:
     def _stage(self, batch: ForwardBatch, staged: Slot) -> _Pass:
         counts = batch.counts
         only_decodes = 0 < counts.tokens == counts.decode_rows and not counts.wants and not counts.loads
-        fitting = [rows for rows in self._graphs if rows >= counts.rows] if only_decodes else []
+        fitting = [rows for rows in self.graphs if rows >= counts.rows] if only_decodes else []
         last_tokens = batch.row_start[1:][batch.sample_row].astype(np.int64) - 1
         everyone = np.array_equal(last_tokens, np.arange(counts.tokens))
         if fitting:
@@ -162,7 +162,7 @@ class DeviceStepRunner:
             batch=batch,
             staged=staged,
             rows=rows,
-            graph=self._graphs[min(fitting)] if fitting else None,
+            graph=self.graphs[min(fitting)] if fitting else None,
             samples=samples,
             keep=keep,
             wanted_ids=staged.put(batch.want_target.astype(np.int64)),

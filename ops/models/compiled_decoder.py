@@ -20,9 +20,9 @@ from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.rotary import Rotary
 from headrace.ops.simd.attention import block_tokens, scratch_bytes
 from headrace.ops.simd.compiler import Elements
-from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
+from headrace.ops.simd.inputs import GROUP, q8_row_bytes
 from headrace.ops.simd.packing import pack, pack_groups, paired, paired_rows, round_up
-from headrace.ops.simd.products import SCRATCH_TILE_BYTES
+from headrace.ops.simd.products import PRODUCT_SCRATCH_BYTES
 from headrace.ops.simd.program import Program
 from headrace.ops.simd.tables import ATTEND, GELU, MLP, OUTPUT, SILU, Constant, LayerField, StepField
 from headrace.ops.simd.tiles import TILE_COLUMNS
@@ -170,7 +170,7 @@ class CompiledDecoder:
         qkv = attended + 2 * config.kv_heads * config.head_dim
         value_bytes = self._kv_dtype.itemsize
         sharing = config.heads // config.kv_heads
-        scratch = max(scratch_bytes(sharing, config.head_dim), SCRATCH_TILE_BYTES)
+        scratch = max(scratch_bytes(sharing, config.head_dim), PRODUCT_SCRATCH_BYTES)
         for field, value in (
             (StepField.WIDTH, config.hidden),
             (StepField.HEADS, config.heads),
@@ -207,8 +207,9 @@ class CompiledDecoder:
 
     def _input_bytes(self, width: int) -> int:
         """Of a row of `width` values as inputs of a product."""
-        group = Q8_GROUP_BYTES if self._elements == "q8" else GROUP * self._kv_dtype.itemsize
-        return -(-width // GROUP) * group
+        if self._elements == "q8":
+            return q8_row_bytes(width)
+        return round_up(width, GROUP) * self._kv_dtype.itemsize
 
     def _steps(self, width: int) -> int:
         groups = -(-width // GROUP)

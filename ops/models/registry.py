@@ -36,13 +36,11 @@ def load_on_device(
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> DeviceDecoder:
-    """The same for a card, tensor by tensor: what the host holds of them is one at a time. Raises ValueError for a
-    model whose layers are not Llama's."""
-    from headrace.ops.cuda.decoder import DeviceDecoder, check_layers  # triton
+    """The same for a card, tensor by tensor: what the host holds of them is one at a time."""
+    from headrace.ops.cuda.decoder import DeviceDecoder  # triton
 
     with open_model_file(path) as file:
         config = read_config(file)
-        check_layers(config)
         return DeviceDecoder(StoredWeights(file, config, dtype, progress), config, context_tokens, device)
 
 

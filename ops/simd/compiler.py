@@ -23,6 +23,7 @@ import numpy as np
 from numba.core import event, types
 
 from headrace.ops.simd import instructions
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.vector import BF16, F32, Q8
 
 Elements: TypeAlias = Literal["float32", "bfloat16", "q8"]
@@ -69,7 +70,8 @@ class _Listener(event.Listener):  # type: ignore[misc]
 
     def on_end(self, event: object) -> None:
         self._done += 1
-        self._progress(min(self._done, self._total), self._total)
+        if self._done <= self._total:
+            self._progress(self._done, self._total)
 
 
 def _writable(folder: Path) -> Path | None:
@@ -94,8 +96,8 @@ def _prune(folder: Path) -> None:
 
 
 def _digest() -> str:
-    """numba itself looks at the time of one of the files only."""
-    digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
+    """numba itself looks at the time of one of the files only, and knows the CPU, not whether its tiles are refused."""
+    digest = hashlib.sha256(f"{numba.__version__} {np.__version__} {AMX}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, codegen, types
+from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
 Value: TypeAlias = Any
@@ -75,6 +75,7 @@ ADDRESS: Final = types.int64
 """Of a byte in memory."""
 INT: Final = types.int64
 FLOAT: Final = types.float32
+BOOL: Final = types.boolean
 NOTHING: Final = types.none
 
 
@@ -124,16 +125,6 @@ def instruction(result: Any, *operands: Any) -> Callable[[Callable[..., Value]],
         return made
 
     return decorate
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# What the host has
-
-
-def host_features() -> frozenset[str]:
-    """LLVM's names of the features that code is compiled for: the host's, unless numba was told otherwise."""
-    flags = codegen.get_host_cpu_features() if numba.config.CPU_FEATURES is None else numba.config.CPU_FEATURES
-    return frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -31,11 +31,6 @@ def gated(gate_up: Tensor, out: Tensor, activation: Literal["silu", "gelu"]) -> 
     )
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """`gated` with silu."""
-    gated(gate_up, out, "silu")
-
-
 def reference(gate_up: Tensor, out: Tensor, activation: Literal["silu", "gelu"] = "silu") -> None:
     """The same in torch."""
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -1,11 +1,14 @@
 """Attention of rows with one new token, over contexts of any length beside each other: split and merged.
 
-A context is cut into spans of a fixed number of tokens, and a span of one row, for one KV head, is a piece of work. A
-fixed number of programs share all pieces, so that one long context beside many short ones is spread over the whole GPU;
-where a row is cut depends on nothing but its own length, so that its sums are made in one order, whatever else runs.
-Each piece leaves a mixture of values and the logarithm of its weights' sum; a second kernel merges those of a row.
+A context is cut into spans of some hundred tokens, longer ones where there would be too many, and a span of one row,
+for one KV head, is a piece of work. A fixed number of programs share all pieces, so that one long context beside many
+short ones is spread over the whole GPU; where a row is cut depends on nothing but its own length, so that its sums are
+made in one order, whatever else runs. Each piece leaves a mixture of values and the logarithm of its weights' sum; a
+second kernel merges those of a row.
 
-Everything that changes from step to step comes from tensors: a captured graph may be replayed with other contexts.
+Everything that changes from step to step comes from tensors: a captured graph may be replayed with other contexts. The
+number of rows is an argument like any other, and the tile that counts them has one of four sizes: a server compiles
+four kernels for each window and cap of its model, all of them when it captures its graphs.
 
 Bytes and operations: a token of context is 512 B a KV head (128 dimensions, bfloat16), read once for all query heads of
 the group, and 4 · 128 operations for each of them: 8 a byte at 8 heads, far below what any GPU has, so bandwidth is the
@@ -27,16 +30,11 @@ from torch import Tensor
 from headrace.ops.triton.dispatch import WIDEN, ceil_div, launches, power_of_two
 from headrace.ops.triton.paged_attention import LOG2_E, attend_blocks
 from headrace.ops.triton.paged_attention import reference as reference_of_rows
+from headrace.ops.triton.spans import MOST_SPANS, SPAN_TOKENS
 
 _KEY_BYTES: Final = 16384
-SPAN_TOKENS: Final = 512
-"""256 KB of KV at 128 dimensions, 8 µs of one SM's share of the bandwidth; the mixtures are 1 % of that."""
-
-
-def max_spans(context_tokens: int, span_tokens: int = SPAN_TOKENS, window: int = 0) -> int:
-    """The most pieces that one row of at most so many tokens is cut into."""
-    seen = min(context_tokens, window + span_tokens) if window else context_tokens
-    return ceil_div(seen, span_tokens)
+_ROWS: Final = (16, 64, 256, 1024)
+"""Sizes of the tile that counts rows."""
 
 
 def attend_decode(
@@ -61,8 +59,8 @@ def attend_decode(
     head_dim]`. `table`: int32 `[slots, pages]`. `row_slot`, `row_kv_len`: int32 `[rows]`; a context of 0 pads the
     batch: its `out` is left alone. `parts`: float32 `[rows, max_spans, heads, head_dim]`, `part_sums`: float32 `[rows,
     max_spans, heads]`, written and read here, of any content before; no context may be cut into more spans than they
-    have room for. `window`, `soft_cap`: 0 is none. `span_tokens` must be a multiple of 64. `programs`: 3 for each SM
-    are good.
+    have room for. `window`, `soft_cap`: 0 is none. `span_tokens`, of contexts that make no more than `MOST_SPANS`, must
+    be a multiple of 64. `programs`: 3 for each SM are good.
     """
     if not launches(q):
         starts = torch.arange(len(q) + 1)
@@ -73,7 +71,8 @@ def attend_decode(
     rows, heads, head_dim = q.shape
     kv_heads, page_tokens = layer.shape[2:4]
     spans = parts.shape[1]
-    widths = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), "SPAN": span_tokens}
+    widths = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim)}
+    cut = {"SPANS": spans, "WINDOW": window, "SPAN": span_tokens, "MOST": MOST_SPANS}
     # 16 KB of keys at a time, whatever their dtype and width.
     block_n = min(_KEY_BYTES // (layer.element_size() * power_of_two(head_dim)), 64)
     _attend_spans[(min(ceil_div(programs, kv_heads), rows * spans), kv_heads)](
@@ -88,25 +87,22 @@ def attend_decode(
         soft_cap,
         q.stride(0),
         table.stride(0),
-        ROWS=rows,
-        SPANS=spans,
-        WINDOW=window,
+        rows,
         CAPPED=soft_cap > 0,
         KV_HEADS=kv_heads,
         PAGE_TOKENS=page_tokens,
-        BLOCK_ROWS=power_of_two(rows),
+        BLOCK_ROWS=next((size for size in _ROWS if rows <= size), power_of_two(rows)),
         BLOCK_M=max(16, power_of_two(heads // kv_heads)),
         BLOCK_N=block_n,
         **widths,
+        **cut,
         num_warps=4 if head_dim <= 128 else 8,
         num_stages=3,
     )
-    _merge_spans[(rows, heads)](
-        row_kv_len, parts, part_sums, out, out.stride(0), SPANS=spans, WINDOW=window, **widths, num_warps=1
-    )
+    _merge_spans[(rows, heads)](row_kv_len, parts, part_sums, out, out.stride(0), **widths, **cut, num_warps=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attend_spans(
     q,
     layer,
@@ -119,15 +115,16 @@ def _attend_spans(
     soft_cap,
     q_stride,
     table_stride,
-    ROWS: tl.constexpr,
+    rows,
     SPANS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    MOST: tl.constexpr,
     CAPPED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -140,16 +137,18 @@ def _attend_spans(
     inside = (head < group)[:, None] & (dim < HEAD_DIM)[None, :]
     # Where each row's pieces begin in the list of all: every program counts them again, once.
     row_at = tl.arange(0, BLOCK_ROWS)
-    contexts = tl.load(row_kv_len + row_at, mask=row_at < ROWS, other=0)
-    counts = tl.cdiv(contexts, SPAN) - _first_span(contexts, WINDOW, SPAN)
+    contexts = tl.load(row_kv_len + row_at, mask=row_at < rows, other=0)
+    span = _span(contexts, WINDOW, SPAN, MOST)
+    counts = tl.cdiv(contexts, span) - _first_span(contexts, span, WINDOW)
     ends = tl.cumsum(counts, 0)
     pieces = tl.sum(counts, 0)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
         row = tl.sum((ends <= piece).to(tl.int32), 0)
         part = piece - tl.max(tl.where(ends <= piece, ends, 0), 0)
         context = tl.load(row_kv_len + row)
-        begin = (_first_span(context, WINDOW, SPAN) + part) * SPAN
-        end = tl.minimum(begin + SPAN, context)
+        span_here = _span(context, WINDOW, SPAN, MOST)
+        begin = (_first_span(context, span_here, WINDOW) + part) * span_here
+        end = tl.minimum(begin + span_here, context)
         pages = table + tl.load(row_slot + row).to(tl.int64) * table_stride
         row = row.to(tl.int64)
         query = tl.load(
@@ -192,10 +191,19 @@ def _attend_spans(
 
 
 @triton.jit
-def _first_span(context, WINDOW: tl.constexpr, SPAN: tl.constexpr):
+def _span(context, WINDOW: tl.constexpr, SPAN: tl.constexpr, MOST: tl.constexpr):
+    """Tokens of a span: a multiple of `SPAN` that cuts what is seen into `MOST` parts or fewer."""
+    seen = context
+    if WINDOW:
+        seen = tl.minimum(context, WINDOW + SPAN)
+    return SPAN * tl.maximum(tl.cdiv(tl.cdiv(seen, SPAN), MOST), 1)
+
+
+@triton.jit
+def _first_span(context, span, WINDOW: tl.constexpr):
     """The first span of which the last token of a context sees anything."""
     if WINDOW:
-        return tl.maximum(context - WINDOW, 0) // SPAN
+        return tl.maximum(context - WINDOW, 0) // span
     return context * 0
 
 
@@ -208,9 +216,10 @@ def _merge_spans(
     out_stride,
     SPANS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    MOST: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -221,7 +230,8 @@ def _merge_spans(
         best = float("-inf")
         total = 0.0
         mixed = tl.zeros((BLOCK_D,), tl.float32)
-        for part in range(tl.cdiv(context, SPAN) - _first_span(context, WINDOW, SPAN)):
+        span = _span(context, WINDOW, SPAN, MOST)
+        for part in range(tl.cdiv(context, span) - _first_span(context, span, WINDOW)):
             at = (row * SPANS + part) * HEADS + head
             weight = tl.load(part_sums + at)
             values = tl.load(parts + at * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)

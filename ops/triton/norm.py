@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.ops.triton.dispatch import launches, power_of_two
+from headrace.ops.triton.dispatch import ceil_div, launches, power_of_two
+
+_HEADS = 8
+"""That a program norms: with 128 dimensions, eight values for each thread of four warps."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, add: Tensor | None = None) -> None:
@@ -40,6 +43,35 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, add: Tensor | N
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
     )
+
+
+def norm_heads_(heads: Tensor, weights: Tensor, eps: float) -> None:
+    """RMSNorm of each head, in place.
+
+    `heads`: `[tokens, heads, head_dim]`, a view with any stride of tokens, heads one after the other (queries and keys
+    of a fused projection are one such view). `weights`: float32 `[heads, head_dim]`. Computed in float32.
+    """
+    if not launches(heads):
+        norm_heads_reference_(heads, weights, eps)
+        return
+    tokens, count, head_dim = heads.shape
+    _norm_heads[(tokens, ceil_div(count, _HEADS))](
+        heads,
+        weights,
+        eps,
+        heads.stride(0),
+        HEADS=count,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=_HEADS,
+        BLOCK_D=power_of_two(head_dim),
+        num_warps=4,
+    )
+
+
+def norm_heads_reference_(heads: Tensor, weights: Tensor, eps: float) -> None:
+    """The same in torch."""
+    y = heads.float()
+    heads.copy_(y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * weights)
 
 
 def reference(x: Tensor, weight: Tensor, out: Tensor, eps: float, add: Tensor | None = None) -> None:
@@ -75,3 +107,25 @@ def _rms_norm(
     scale = 1 / tl.sqrt(tl.sum(y * y, 0) / N + eps)
     y = y * scale * tl.load(weight + at, mask=inside, other=0.0)
     tl.store(out + row * out_stride + at, y, mask=inside)
+
+
+@triton.jit
+def _norm_heads(
+    heads,
+    weights,
+    eps,
+    stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_D)
+    inside = (head < HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    at = head[:, None] * HEAD_DIM + dim[None, :]
+    y = tl.load(heads + token * stride + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
+    y = y * scale[:, None] * tl.load(weights + at, mask=inside, other=0.0)
+    tl.store(heads + token * stride + at, y, mask=inside)

@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.kvcache.storage.agent_process import AgentProcess
 from headrace.ops.models.architectures import read_config
 from headrace.ops.weights.gguf import GgufFile
+from headrace.ops.wire import Start
 from headrace.sched.engine import Engine
 from headrace.sched.executors.worker_process import WorkerProcess
 from headrace.sched.messages import Flushed, SamplingParams, Started, StepDeltas, Submit
@@ -21,7 +23,7 @@ from headrace.server.config import Settings
 from headrace.server.fingerprint import model_fingerprint
 from headrace.server.hardware import read_hardware
 from headrace.server.host_pool import HostPool
-from headrace.server.launch import engine_options
+from headrace.server.launch import engine_options, with_card
 from headrace.server.sizing import plan_memory
 from headrace.server.tiering import plan_tiers
 
@@ -83,9 +85,13 @@ class TieredEngine:
 
 
 @asynccontextmanager
-async def tiered_engine(model_file: Path, directory: Path, **changed: Any) -> AsyncIterator[TieredEngine]:
-    """A float32 engine over a worker and an agent, both ended when the block ends."""
+async def tiered_engine(
+    model_file: Path, directory: Path, worker: Callable[[Start], Start] = lambda start: start, **changed: Any
+) -> AsyncIterator[TieredEngine]:
+    """A float32 engine over a worker and an agent, both ended when the block ends. `worker` may tell the worker
+    something else than a server would."""
     chosen: dict[str, Any] = {
+        "device": "cpu",
         "dtype": "float32",
         "page_size": 4,
         "max_total_tokens": POOL_TOKENS,
@@ -98,7 +104,7 @@ async def tiered_engine(model_file: Path, directory: Path, **changed: Any) -> As
         "hicache_storage_backend_extra_config": UNHURRIED,
     }
     settings = Settings(model_path=str(model_file), skip_server_warmup=True, cpu_threads=1, **(chosen | changed))
-    hardware, file = read_hardware(), GgufFile.open(model_file)
+    hardware, file = with_card(read_hardware(), settings), GgufFile.open(model_file)
     try:
         model = read_config(file)
         plan = plan_memory(model, settings, hardware)
@@ -107,13 +113,14 @@ async def tiered_engine(model_file: Path, directory: Path, **changed: Any) -> As
         file.close()
     tiers = plan_tiers(settings, plan, hardware, fingerprint)
     options = engine_options(settings, model_file, model, plan, fingerprint, tiers)
+    options = msgspec.structs.replace(options, start=worker(options.start))
     host = HostPool(tiers.host_bytes)
     tiered = TieredEngine()
 
     async def connect() -> WorkerProcess:
-        worker = WorkerProcess(options.start.ring, options.start.threads, host.descriptor)
-        tiered.pids.append(worker.pid)
-        return worker
+        process = WorkerProcess(options.start.ring, options.start.threads, host.descriptor)
+        tiered.pids.append(process.pid)
+        return process
 
     async def connect_storage() -> AgentProcess:
         agent = AgentProcess(host.descriptor)

@@ -1,4 +1,5 @@
-"""Each architecture computes what `transformers` does with the same folder, in torch's layers and in compiled ones."""
+"""Each architecture computes what `transformers` does with the same folder, in torch's layers, in compiled ones, and in
+a card's, whose kernels are their references here."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from ops.driver import Driver, Feed, future
 from ops.slot_inits import SlotInit
 from torch import Tensor
 
+from headrace.ops.triton import dispatch
+
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, VOCAB, 90)]
 """Longer than the windows, and no multiple of a page."""
 SHARED = 64
 OUTPUTS = 64
-KERNELS = ("torch", "compiled")
+KERNELS = ("torch", "compiled", "triton")
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS, ids=lambda checkpoint: checkpoint.name)
@@ -55,7 +58,9 @@ class Watched:
 
 
 @pytest.fixture(params=KERNELS)
-def watched(reference: Reference, request: pytest.FixtureRequest) -> Iterator[Watched]:
+def watched(reference: Reference, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    # The interpreter takes hundreds of times as long; `test_decoder` has it.
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
     watched = Watched(reference, kernels=request.param)
     yield watched
     watched.close()

@@ -14,7 +14,7 @@ from server.test_sizing import SMALL, machine, plan
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.ops.device_worker import served_groups
 from headrace.ops.models.config import KEY_BLOCK_TOKENS
-from headrace.ops.simd.attention import KEYS
+from headrace.ops.simd.softmax import KEYS
 from headrace.ops.wire import GroupShape, HostArea
 from headrace.server.config import Settings
 from headrace.server.pool_sizes import WINDOW_SHARE, PoolSizes

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import aot_check
 import pytest
@@ -13,17 +14,23 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def test_each_kernel_compiles_for_two_generations_without_spilling(tmp_path: Path) -> None:
-    # In a process of its own: here kernels were made to be interpreted.
-    table = tmp_path / "table.json"
-    done = subprocess.run(
-        [sys.executable, "-P", ROOT / "scripts" / "aot_check.py", "--short", "--arch", "80", "90", "--json", table],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def compiled(table: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What the check says of kernels. In a process of its own: here they were made to be interpreted."""
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "aot_check.py"), *arguments, "--json", str(table)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(table.read_text())
+    found: list[dict[str, Any]] = json.loads(table.read_text())
+    return found
+
+
+def test_decode_attention_is_compiled_four_times_for_all_numbers_of_rows(tmp_path: Path) -> None:
+    """With a kernel for each number, the mixed batches of a server would compile for minutes, seconds at a time."""
+    found = compiled(tmp_path / "table.json", "--variant", "decode, 1 to 1024 rows", "--arch", "90")
+    assert sorted(one["kernel"] for one in found) == ["_attend_spans"] * 4 + ["_merge_spans"]
+
+
+def test_each_kernel_compiles_for_two_generations_without_spilling(tmp_path: Path) -> None:
+    found = compiled(tmp_path / "table.json", "--short", "--arch", "80", "90")
     kernels = {one["kernel"] for one in found}
     texts = (path.read_text() for path in (ROOT / "ops" / "triton").glob("*.py"))
     launched = {line.split("[(")[0].strip() for text in texts for line in text.splitlines() if line.startswith("    _")}

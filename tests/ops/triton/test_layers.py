@@ -43,6 +43,19 @@ def test_rms_norm_equals_its_reference(rows: int, size: int, dtype: torch.dtype,
     assert_close(x, same)
 
 
+@few
+@given(st.integers(1, 3), st.integers(1, 11), st.sampled_from([16, 80, 128]), dtypes)
+def test_the_norm_of_heads_equals_its_reference(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    fused, weights = torch.randn(tokens, heads + 2, head_dim).to(dtype), torch.rand(heads, head_dim)
+    expected = fused.clone()
+    norm.norm_heads_(fused[:, :heads], weights, 1e-5)
+    norm.norm_heads_reference_(expected[:, :heads], weights, 1e-5)
+    assert_close(fused, expected)
+    one = RmsNorm(weights[0], 1e-5, torch.float32)(expected[:, 0].float())
+    norm.norm_heads_reference_(expected[:, :1], weights[:1], 1e-5)
+    assert_close(expected[:, 0].float(), one.to(dtype).float())
+
+
 def test_the_norm_of_a_cpu_is_the_reference() -> None:
     x, weight, out = torch.randn(3, 64), torch.rand(64), torch.empty(3, 64)
     norm.reference(x, weight, out, 1e-5)

@@ -13,10 +13,11 @@ from ops.triton.paged import Paged, Shape, assert_close, int32, paged, queries, 
 from torch import Tensor
 
 from headrace.ops.attention import Scores, attend, plan_attention
-from headrace.ops.triton import dispatch, extend_attention
-from headrace.ops.triton.decode_attention import attend_decode, max_spans
+from headrace.ops.triton import decode_attention, dispatch, extend_attention
+from headrace.ops.triton.decode_attention import attend_decode
 from headrace.ops.triton.extend_attention import attend_extend, plan_extend, tile_tokens
 from headrace.ops.triton.paged_attention import reference
+from headrace.ops.triton.spans import max_spans
 from ops import test_attention
 
 few = settings(max_examples=25, deadline=None)
@@ -24,7 +25,7 @@ few = settings(max_examples=25, deadline=None)
 
 def decoded(q: Tensor, kv: Paged, shape: Shape, span: int, programs: int = 5) -> Tensor:
     longest = int(kv.row_kv_len.max())
-    spans = max_spans(longest, span, shape.window)
+    spans = max_spans(longest, span, shape.window, vars(decode_attention)["MOST_SPANS"])
     parts = torch.full((len(q), spans, shape.heads, shape.head_dim), float("nan"))
     out = torch.full(q.shape, 7.0, dtype=q.dtype)
     options = {"scale": shape.scale, "window": shape.window, "soft_cap": shape.soft_cap}
@@ -61,6 +62,19 @@ def test_what_a_row_reads_does_not_depend_on_who_is_beside_it_or_how_many_progra
     together = decoded(q, kv, shape, 64)
     alone = decoded(q[2:], kv._replace(row_slot=kv.row_slot[2:], row_kv_len=kv.row_kv_len[2:]), shape, 64, programs=1)
     assert torch.equal(together[2], alone[0])
+
+
+@pytest.mark.parametrize("window", [0, 1, 120, 200, 500])
+def test_spans_of_long_contexts_are_longer_so_that_there_are_no_more_of_them(
+    monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    monkeypatch.setattr(decode_attention, "MOST_SPANS", 3)
+    shape = Shape(2, 3, 16, 16, window, 0.0, torch.float32)
+    kv = paged(shape, [64, 192, 193, 384, 385, 577, 640, 1000], np.random.default_rng(2))
+    assert max_spans(1000, 64, window, 3) == min(3 + bool(window), -(-min(1000, window + 64 if window else 1000) // 64))
+    q = queries(8, shape)
+    # What has no room among the parts would be read as NaN.
+    assert_close(decoded(q, kv, shape, 64), by_reference(q, kv, torch.arange(9), shape), shape.dtype)
 
 
 def extended(q: Tensor, kv: Paged, row_start: Tensor, shape: Shape, programs: int) -> Tensor:
