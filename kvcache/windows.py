@@ -6,7 +6,7 @@ pages that the token behind it looks at, in some tier::
 
     place     0    1    2    3    4    5    6    7         a window of two pages and a bit:
     full      ##   ##   ##   ##   ##   ##   ##   ##        8 pages are usable, for the group has 5, 6 and 7;
-    window    ..   ##   ##   ..   ..   ##   ##   ##        so are 3, and none at all
+    window    ##   ##   ##   ..   ..   ##   ##   ##        so are 1 to 3, and none at all
 
 in     places that come and go; a request's match, growth, launched steps and end; copies that have been made
 out    how much of a prefix is usable; page numbers; pages to load; what a request may take without starving another
