@@ -28,7 +28,7 @@ _NONE: I32 = np.zeros(0, np.int32)
 class WindowHold:
     """What one request holds of one window group: pages [first, end) of its prefix."""
 
-    __slots__ = ("claim", "end", "first", "host", "lacking", "pages", "places")
+    __slots__ = ("claim", "end", "first", "host", "is_short", "lacking", "pages", "places")
 
     def __init__(self, capacity: int, first: int, end: int) -> None:
         self.first, self.end = first, end
@@ -40,6 +40,8 @@ class WindowHold:
         """Pages of the prefix that its first step loads ..."""
         self.host: I32 = _NONE
         """... from these host pages."""
+        self.is_short = False
+        """The full groups have more of the prefix; pages of this group are missing there."""
         self.claim = 0
         """Device pages that nobody else may be promised, once it runs."""
 
@@ -94,6 +96,10 @@ class WindowStats(msgspec.Struct, frozen=True):
     """What running requests may need at once."""
     host_pages_total: int
     host_pages_cached: int
+    copied_pages: int
+    """Pages ever copied from the device to the host."""
+    short_matches: int
+    """How often a request could reuse less than the full groups had, for want of pages of this one."""
     saved_bytes: int
     """Of device memory: what a page of the group for every one of a full group would take more."""
 

@@ -65,7 +65,6 @@ class WindowCopies:
         self, index: RadixIndex, groups: Sequence[WindowGroup], host: HostTier, page_bytes: Sequence[int]
     ) -> None:
         """`page_bytes`: of a page of each group of the layout."""
-        self.copied_pages = 0
         self.skipped_pages = 0
         """For lack of host room."""
         self._index = index
@@ -131,7 +130,7 @@ class WindowCopies:
         group.put_host(done.places[taken], done.host[taken])
         group.host_pool.give_back(done.host[~taken], Owner.TRANSFER, Fence())
         group.unpin(done.places, -1)
-        self.copied_pages += len(done.host)
+        group.copied_pages += len(done.host)
         return done._replace(at=done.at[taken], places=done.places[taken], host=done.host[taken])
 
     def give_up(self) -> None:

@@ -94,6 +94,7 @@ class WindowGroup:
         self.device = WindowTier(PagePool(num_pages), places)
         self.host_pool = HostPool(host_pages)
         self.host = WindowTier(self.host_pool, places)
+        self.copied_pages = self.short_matches = 0
         self.committed = 0
         """Device pages that running requests lay claim to."""
         self._group = group
@@ -271,6 +272,7 @@ class WindowGroup:
         self.put_device(places, pages, step)
         hold.pages[hold.lacking] = pages
         self.mark_ends(hold.places[hold.first : hold.end])
+        self.short_matches += hold.is_short
         self._claim(hold)
 
     def grow(self, hold: WindowHold, end: int) -> I32:
@@ -344,6 +346,8 @@ class WindowGroup:
             pages_claimed=self.committed,
             host_pages_total=self.host_pool.num_pages,
             host_pages_cached=int(np.count_nonzero(self.host.pages >= 0)),
+            copied_pages=self.copied_pages,
+            short_matches=self.short_matches,
             saved_bytes=(full_pages - pool.num_pages) * page_bytes,
         )
 

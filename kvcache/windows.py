@@ -6,7 +6,7 @@ pages that the token behind it looks at, in some tier::
 
     place     0    1    2    3    4    5    6    7         a window of two pages and a bit:
     full      ##   ##   ##   ##   ##   ##   ##   ##        8 pages are usable, for the group has 5, 6 and 7;
-    window    ..   ##   ##   ..   ..   ##   ##   ##        so are 3, and none at all
+    window    ##   ##   ##   ..   ..   ##   ##   ##        so are 1 to 3, and none at all
 
 in     places that come and go; a request's match, growth, launched steps and end; copies that have been made
 out    how much of a prefix is usable; page numbers; pages to load; what a request may take without starving another
@@ -143,6 +143,9 @@ class Windows:
         """A request is about to run behind the usable prefix that it has leased, of an indexed one of these places."""
         pages = holding.lease.num_pages
         holding.windows = [group.open(places[:pages], holding.pages.shape[1]) for group in self.groups]
+        if pages < len(places):
+            for group, hold in zip(self.groups, holding.windows):
+                hold.is_short = not group.has(places[group.first_page(len(places) * self.page_tokens) :]).all()
         # Who comes after wants to go on where this one's prompt ends, or where the index did.
         ends = sorted((len(places), key.length // self.page_tokens))
         holding.ends = [end for end in dict.fromkeys(ends) if end > pages]

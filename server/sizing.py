@@ -172,7 +172,7 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
 
 def kv_layout(model: ModelConfig, dtype: str, page_tokens: int, context_tokens: int) -> KvLayout:
     """The model's KV. Layers with a window have a group of their own, which keeps only that, where some have none, and
-    contexts can become longer; else all layers are one full group."""
+    contexts (of `context_tokens` at most) can become longer; else all layers are one full group."""
 
     def group(kind: Literal["full", "window"], window_tokens: int, layers: Sequence[int]) -> LayerGroup:
         return LayerGroup(kind, window_tokens, tuple(layers), model.kv_heads, model.head_dim, _VALUE_BYTES[dtype])
@@ -322,7 +322,8 @@ def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs
     dtype, kernels = _dtype(settings, hardware, device), _kernels(model, settings, hardware, device)
     context_tokens = _context(model, settings)
     chunk_tokens = _chunk(settings, context_tokens, device)
-    layout = kv_layout(model, dtype, settings.page_size, context_tokens)
+    # Only a CPU's worker serves window groups.
+    layout = kv_layout(model, dtype, settings.page_size, context_tokens if device == "cpu" else 0)
     sizes = (model, settings.max_running_requests, chunk_tokens, context_tokens)
     if device == "cuda":
         assert hardware.card is not None

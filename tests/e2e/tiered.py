@@ -72,7 +72,8 @@ class TieredEngine:
         """Everything that was computed has reached storage, and been acknowledged."""
         await until(lambda: not self.engine.writing and self.engine.status().copied_pages > 0)
         status = self.engine.status()
-        assert status.stored_pages == status.copied_pages and not status.unstored_pages + status.skipped_pages
+        copied = status.copied_pages + sum(group.copied_pages for group in status.window_groups)
+        assert status.stored_pages == copied and not status.unstored_pages + status.skipped_pages
 
     async def push_out(self) -> None:
         """Use the whole device for something else."""
