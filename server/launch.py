@@ -85,11 +85,11 @@ def serve(settings: Settings) -> int:
             template = chat_template(settings, file)
         finally:
             file.close()
-        api_settings = _api_settings(settings, plan, tiers)
+        api = api_settings(settings, plan, tiers)
         # Before anybody waits: 37 ms for what the imports have left.
         gc.collect()
         gc.freeze()
-        return uvloop.run(_serve(sock, settings, path, options, api_settings, template))
+        return uvloop.run(_serve(sock, settings, path, options, api, template))
 
 
 def with_card(hardware: Hardware, settings: Settings, look: Callable[[], Card] = read_card) -> Hardware:
@@ -256,7 +256,8 @@ def _priorities(settings: Settings) -> Priorities:
     return "refused" if settings.abort_on_priority_when_disabled else "ignored"
 
 
-def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSettings:
+def api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSettings:
+    """What the API is told: the settings, and what was decided where they left it open."""
     decided: dict[str, object] = {"device": plan.device, "dtype": plan.dtype, "cpu_threads": plan.cpu_threads}
     decided |= {"cpu_kernels": plan.kernels} if plan.device == "cpu" else {"card_bytes": plan.card_bytes}
     decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}
