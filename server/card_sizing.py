@@ -40,7 +40,9 @@ def card_workspace_bytes(
     layer = tokens * (2 * model.hidden * 4 + narrow * value_bytes)
     # Logits, adjusted ones; those of wanted positions with what their sums and best ids take.
     logits = (2 * rows + 4 * _WANTS) * model.vocab_size * 4
-    spans = rows * max_spans(context_tokens) * model.heads * (model.head_dim + 1) * 4
+    windows = {model.window(layer) for layer in range(model.layers)}
+    most_spans = max(max_spans(context_tokens, window=window) for window in windows)
+    spans = rows * most_spans * model.heads * (model.head_dim + 1) * 4
     tables = rows * (model.vocab_size * _TABLE_BYTES + context_tokens // 4)
     # Turns of all positions, of both ropes where there are two.
     turns = context_tokens * model.rotary_dim * 4 * (2 if model.window_rope is not None else 1)

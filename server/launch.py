@@ -92,12 +92,12 @@ def serve(settings: Settings) -> int:
             defaults = sampling_defaults(file, settings.sampling_defaults)
         finally:
             file.close()
-        api_settings = _api_settings(settings, plan, tiers, defaults)
+        api = api_settings(settings, plan, tiers, defaults)
         _tell_defaults(defaults)
         # Before anybody waits: 37 ms for what the imports have left.
         gc.collect()
         gc.freeze()
-        return uvloop.run(_serve(sock, settings, path, options, api_settings, template))
+        return uvloop.run(_serve(sock, settings, path, options, api, template))
 
 
 def with_card(hardware: Hardware, settings: Settings, look: Callable[[], Card] = read_card) -> Hardware:
@@ -286,7 +286,8 @@ def _tell_defaults(defaults: SamplingDefaults) -> None:
         _log.info("requests that don't say otherwise get the model's %s (--sampling-defaults)", ", ".join(said))
 
 
-def _api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan, defaults: SamplingDefaults) -> ApiSettings:
+def api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan, defaults: SamplingDefaults) -> ApiSettings:
+    """What the API is told: the settings, and what was decided where they left it open."""
     decided: dict[str, object] = {"device": plan.device, "dtype": plan.dtype, "cpu_threads": plan.cpu_threads}
     decided |= {"cpu_kernels": plan.kernels} if plan.device == "cpu" else {"card_bytes": plan.card_bytes}
     decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}

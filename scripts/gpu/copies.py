@@ -52,7 +52,8 @@ def _host_pool(device: Device, count: int, values: int) -> Tensor:
     memory = mmap.mmap(-1, 2 * count * values)
     if not device.dry:
         card.pin(memory)
-    return torch.frombuffer(memory, dtype=torch.bfloat16).view(count, values).normal_()
+    slots = torch.frombuffer(memory, dtype=torch.bfloat16).view(count, values)
+    return slots.copy_(device.random(count, values))
 
 
 def _beside_compute(report: Report, device: Device, load: Callable[[], None]) -> None:

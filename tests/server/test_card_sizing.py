@@ -24,7 +24,7 @@ from headrace.server.card import Card, NoCard
 from headrace.server.card_sizing import CARD_PROGRAM_BYTES, card_workspace_bytes
 from headrace.server.config import BadSetting, Settings
 from headrace.server.hardware import Hardware
-from headrace.server.launch import engine_options, with_card
+from headrace.server.launch import NO_TIERS, api_settings, engine_options, with_card
 from headrace.server.sizing import SPARE_FRACTION, DoesNotFit, MemoryPlan, memory_table, plan_memory, size_text
 
 
@@ -173,6 +173,13 @@ def test_the_table_accounts_for_the_card_and_for_the_host() -> None:
 def test_the_worker_is_told_of_the_card(tmp_path: Path) -> None:
     start = engine_options(Settings(cache=tmp_path), tmp_path / "x.gguf", LARGE, plan(80), b"").start
     assert (start.device, start.kernels, start.dtype) == ("cuda", "triton", "bfloat16")
+
+
+def test_server_info_has_the_device_and_what_of_it_is_planned(tmp_path: Path) -> None:
+    settings = Settings(cache=tmp_path)
+    public = api_settings(settings, plan(80), NO_TIERS).public
+    assert (public["device"], public["dtype"], public["card_bytes"]) == ("cuda", "bfloat16", 80 * GIB)
+    assert api_settings(settings, plan(80, SMALL, device="cpu"), NO_TIERS).public["device"] == "cpu"
 
 
 def absent() -> Card:
