@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from numba.core import types
+from numba.extending import overload
 
 from headrace.ops.simd.amx import TILE_ROWS, configure_rows, release_tiles
 from headrace.ops.simd.amx_products import PASS_ROWS, multiply_in_tiles
+from headrace.ops.simd.amx_q8 import BUFFER_BYTES, flush_subnormals
 from headrace.ops.simd.inputs import store_group
-from headrace.ops.simd.instructions import kernel
-from headrace.ops.simd.q8 import BUFFER_BYTES, flush_subnormals, multiply_groups
+from headrace.ops.simd.instructions import KERNEL_OPTIONS, kernel
+from headrace.ops.simd.q8_products import multiply_groups
 from headrace.ops.simd.tables import GELU
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.team import claim
 from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_groups, in_tiles, product_rows, tile_height
 from headrace.ops.simd.vector import (
@@ -22,6 +26,7 @@ from headrace.ops.simd.vector import (
     divide,
     exp,
     fma,
+    is_bf16,
     load,
     multiply,
     splat,
@@ -74,6 +79,44 @@ def end_products(element: Any) -> None:
         flush_subnormals(0)
 
 
+def _multiply(*arguments: Any) -> None:
+    """`multiply_block`, of which numba compiles the one of three that the elements need: each takes it some seconds."""
+    raise AssertionError("only kernels call this")
+
+
+@overload(_multiply, jit_options=KERNEL_OPTIONS, strict=False)  # type: ignore[untyped-decorator]
+def _multiply_of(
+    element: Any,
+    x: Any,
+    x_bytes: Any,
+    rows: Any,
+    weights: Any,
+    following: Any,
+    panel_bytes: Any,
+    steps: Any,
+    out: Any,
+    out_bytes: Any,
+    buffer: Any,
+) -> Any:
+    def in_groups(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        multiply_groups(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
+
+    def in_amx_tiles(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        multiply_in_tiles(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes)
+
+    def in_registers(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        row = 0
+        while row < rows:
+            height, to = tile_height(rows - row), out + row * out_bytes
+            ahead = fetched_beside(row, rows, weights, following, panel_bytes)
+            product_rows(element, height, x + row * x_bytes, x_bytes, weights, ahead, panel_bytes, steps, to, out_bytes)
+            row += height
+
+    if element == types.int8:
+        return in_groups
+    return in_amx_tiles if AMX and is_bf16(element) else in_registers
+
+
 @kernel
 def multiply_block(
     element: Any,
@@ -92,18 +135,7 @@ def multiply_block(
 
     `steps`: lanes along the sum; groups in q8, whose planes `panel_bytes` counts. `buffer`: `q8.BUFFER_BYTES`.
     """
-    if in_groups(element) != 0:
-        multiply_groups(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
-        return
-    if in_tiles(element) != 0:
-        multiply_in_tiles(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes)
-        return
-    row = 0
-    while row < rows:
-        height, to = tile_height(rows - row), out + row * out_bytes
-        ahead = fetched_beside(row, rows, weights, following, panel_bytes)
-        product_rows(element, height, x + row * x_bytes, x_bytes, weights, ahead, panel_bytes, steps, to, out_bytes)
-        row += height
+    _multiply(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
 
 
 @kernel

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.ops.simd import vector
+from headrace.ops.simd.amx_q8 import BUFFER_BYTES
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes, store_group
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.packing import pack, pack_groups, round_up
 from headrace.ops.simd.products import begin_products, end_products, multiply_block
-from headrace.ops.simd.q8 import BUFFER_BYTES, Q8_WEIGHT_BYTES
+from headrace.ops.simd.q8 import Q8_WEIGHT_BYTES
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
 from headrace.ops.simd.softmax import Sight
 from headrace.ops.simd.tiles import TILE_COLUMNS
