@@ -89,7 +89,13 @@ def penalize_(
     divides positive and multiplies negative logits of both; frequency and presence (OpenAI) are subtracted for outputs,
     per occurrence and once.
     """
-    ids = (prompt | (outputs > 0)).nonzero().squeeze(1)
+    penalize_at_(logits, (prompt | (outputs > 0)).nonzero().squeeze(1), outputs, repetition, frequency, presence)
+
+
+def penalize_at_(
+    logits: Tensor, ids: Tensor, outputs: Tensor, repetition: float, frequency: float, presence: float
+) -> None:
+    """`penalize_`, of which the ids are known: int64, each once."""
     values, counts = logits[ids], outputs[ids]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[ids] = values - counts * frequency - (counts > 0) * presence

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
+from numba.extending import overload
+
 from headrace.ops.simd.amx import TILE_ROWS
-from headrace.ops.simd.attention_tiles import attend_in_tiles, bring_together, in_tiles, shape_tiles
-from headrace.ops.simd.instructions import LANES, kernel
+from headrace.ops.simd.attention_tiles import attend_in_tiles, bring_together, shape_tiles
+from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
 from headrace.ops.simd.softmax import KEYS, begin_rows, share_of, weigh_rows
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.team import LINE_BYTES
-from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, mix_tile, scores_tile, tile_height
+from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, in_tiles, mix_tile, scores_tile, tile_height
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -28,6 +31,7 @@ from headrace.ops.simd.vector import (
     copy_lane,
     copy_value,
     get_i32,
+    is_bf16,
     lane_values,
     load,
     multiply,
@@ -188,6 +192,39 @@ def attend_in_vectors(
     mix_rows(kv, rows, head_dim, parts.weights, found, ahead, across, parts.mixed)
 
 
+def _attend_keys(*arguments: Any) -> None:
+    """What 64 keys add, of which numba compiles the one of two that the elements need."""
+    raise AssertionError("only kernels call this")
+
+
+@overload(_attend_keys, jit_options=KERNEL_OPTIONS, strict=False)  # type: ignore[untyped-decorator]
+def _attend_keys_of(
+    kv: Any,
+    sight: Any,
+    rows: Any,
+    head_dim: Any,
+    seen: Any,
+    tokens: Any,
+    found: Any,
+    ahead: Any,
+    across: Any,
+    whole_groups: Any,
+    parts: Any,
+) -> Any:
+    def by_tiles(kv, sight, rows, head_dim, seen, tokens, found, ahead, across, whole_groups, parts):  # type: ignore[no-untyped-def]
+        values = parts.gathered
+        if whole_groups:
+            bring_together(head_dim, found, ahead, across, values)
+        else:
+            values += across
+        attend_in_tiles(kv, sight, rows, head_dim, seen, tokens, found, ahead, parts, values)
+
+    def by_vectors(kv, sight, rows, head_dim, seen, tokens, found, ahead, across, whole_groups, parts):  # type: ignore[no-untyped-def]
+        attend_in_vectors(kv, sight, rows, head_dim, seen, found, ahead, across, parts)
+
+    return by_tiles if AMX and is_bf16(kv) else by_vectors
+
+
 @kernel
 def attend_block(
     kv: Any,
@@ -218,7 +255,7 @@ def attend_block(
     whole_groups = head.page_tokens % LANES == 0
     if whole_groups:
         find_groups(kv, head, first, end, parts.found + first // KEYS % 2 * GROUPS * 8)
-    if in_tiles(kv) and min(rows, TILE_ROWS) != shaped:
+    if in_tiles(kv) != 0 and min(rows, TILE_ROWS) != shaped:
         shaped = min(rows, TILE_ROWS)
         shape_tiles(shaped)
     for row in range(rows):
@@ -238,14 +275,7 @@ def attend_block(
             ahead = parts.found + (start // KEYS + 1) % 2 * GROUPS * 8
             find_groups(kv, head, start + KEYS, end, ahead)
         seen = position + 1 - start
-        if in_tiles(kv):
-            values = parts.gathered + across
-            if whole_groups:
-                values = parts.gathered
-                bring_together(head_dim, here, ahead, across, values)
-            attend_in_tiles(kv, sight, rows, head_dim, seen, min(KEYS, end - start), here, ahead, parts, values)
-        else:
-            attend_in_vectors(kv, sight, rows, head_dim, seen, here, ahead, across, parts)
+        _attend_keys(kv, sight, rows, head_dim, seen, min(KEYS, end - start), here, ahead, across, whole_groups, parts)
     for row in range(rows):
         to = out + row // sharing * out_bytes + row % sharing * head_bytes
         share = share_of(parts.totals + row * VECTOR_BYTES)

@@ -18,13 +18,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from llvmlite import ir
-
 from headrace.ops.simd import amx
 from headrace.ops.simd.instructions import (
     ADDRESS,
-    BOOL,
-    ELEMENT,
     INT,
     LANES,
     NOTHING,
@@ -32,7 +28,6 @@ from headrace.ops.simd.instructions import (
     Value,
     by_case,
     const,
-    i1,
     i64,
     instruction,
     kernel,
@@ -49,7 +44,6 @@ from headrace.ops.simd.vector import (
     VECTOR_BYTES,
     emit_prefetch,
     get_address,
-    is_bf16,
     load,
     prefetch,
     store,
@@ -60,12 +54,6 @@ LEFT_VALUES: Final = amx.TILE_ROW_BYTES // 2
 WEIGHT_BYTES: Final = KEYS * 2
 """Of a row of weights."""
 _LEFT, _LAST_LEFT, _RIGHT, _LAST_RIGHT = 4, 5, 6, 7
-
-
-@instruction(BOOL, ELEMENT)
-def in_tiles(b: Builder, kv: Any) -> Value:
-    """Whether attention to KV of these elements is computed in tiles."""
-    return ir.Constant(i1, int(AMX and is_bf16(kv)))
 
 
 @instruction(NOTHING, INT)

@@ -44,6 +44,7 @@ from headrace.ops.simd.vector import (
     put_f32,
     splat,
     store,
+    store_pair,
     subtract,
     sum_lanes,
     value_bytes,
@@ -179,10 +180,8 @@ def weigh_rows(
         c = power(kv, load(F32, here + 2 * VECTOR_BYTES), factor, bias)
         d = power(kv, load(F32, here + 3 * VECTOR_BYTES), factor, bias)
         store(F32, total, add(load(F32, total), add(add(a, b), add(c, d))))
-        store(kv, to, a)
-        store(kv, to + step, b)
-        store(kv, to + 2 * step, c)
-        store(kv, to + 3 * step, d)
+        store_pair(kv, to, a, b)
+        store_pair(kv, to + 2 * step, c, d)
 
 
 @kernel

@@ -1,6 +1,6 @@
 """The SIMD language: vectors of 16 float32, and what kernels do with them.
 
-    load store                    16 elements at an address, converted from and to float32
+    load store store_pair         16 elements at an address, converted from and to float32
     splat zeros                   the same value in every lane
     add subtract multiply divide fma maximum absolute exp power
     sum_lanes sum_f64 max_lanes first_lane
@@ -54,6 +54,7 @@ from headrace.ops.simd.instructions import (
     i64,
     instruction,
     load_from,
+    offset,
     shuffled,
     spread,
     store_to,
@@ -126,6 +127,17 @@ def load(b: Builder, element: Any, address: Value) -> Value:
 def store(b: Builder, element: Any, address: Value, vector: Value) -> None:
     """16 adjacent values, rounded to nearest even."""
     emit_store(b, element, address, vector)
+
+
+@instruction(NOTHING, ELEMENT, ADDRESS, F32x16, F32x16)
+def store_pair(b: Builder, element: Any, address: Value, first: Value, second: Value) -> None:
+    """32 adjacent values, rounded to nearest even; in bfloat16 two vectors at once cost as much as one."""
+    if is_bf16(element) and "avx512bf16" in host_features():
+        both = ir.VectorType(bf16, 2 * LANES)
+        store_to(b, address, call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", both, [second, first]))
+        return
+    emit_store(b, element, address, first)
+    emit_store(b, element, offset(b, address, LANES * VALUE_BYTES[element]), second)
 
 
 @instruction(FLOAT, ADDRESS)
