@@ -22,101 +22,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.cache_check import check_cache
 from headrace.kvcache.events import KvEvents
+from headrace.kvcache.holding import CacheStats, Cleared, Held, Holding, Repointed
 from headrace.kvcache.host import NOTHING_PENDING, Copied, Copy, HostTier, WritePolicy
 from headrace.kvcache.identity import PageHash, PrefixKey
-from headrace.kvcache.integrity import Claims, joined
 from headrace.kvcache.layout import KvLayout
-from headrace.kvcache.pins import PINNED_SHARE, Pins
-from headrace.kvcache.pool import Fence, Owner, PagePool
+from headrace.kvcache.pins import Pins
+from headrace.kvcache.pool import PINNED_SHARE, Fence, Owner, PagePool
 from headrace.kvcache.prefetch import Prefetch, PrefetchOptions, PrefetchPolicy, PrefillMs
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Dropped, Lease, held_alone, path_of
 from headrace.kvcache.read_ahead import PrefetchCounts, Prefetcher
 from headrace.kvcache.storage.client import StorageClient
-from headrace.kvcache.writeback import WriteBack, runs_of
+from headrace.kvcache.window_copies import WindowCopies
+from headrace.kvcache.window_reads import WindowReads
+from headrace.kvcache.windows import Windows
+from headrace.kvcache.writeback import WriteBack, runs_of, window_runs
 from headrace.ops.wire import I32
 
 MOST_PAGES: Final = 1 << 40
 FORGOTTEN_NODES: Final = 128
 """Of a lost device, at a time: 1.3 ms."""
-
-
-class Repointed(NamedTuple):
-    """Places in a request's page table and the pages that they show from now on."""
-
-    indices: I32
-    """int32 [n]"""
-    pages: I32
-    """int32 [groups, n]"""
-
-
-class Holding:
-    """What one request holds: a leased prefix and pages of its own. `pages`: int32 [groups, capacity]."""
-
-    __slots__ = (
-        *("count", "device_pages", "duplicates", "handle", "host", "lease", "matched_pages", "pages", "private"),
-    )
-
-    def __init__(self, handle: int, lease: Lease, device: I32, host: I32, capacity: int) -> None:
-        groups, count = device.shape
-        self.handle = handle
-        self.lease = lease
-        self.device_pages = count
-        """Pages that were on the device at `open`."""
-        self.host = host
-        """int32 [groups, k]: host pages that follow, and that the request's first step loads."""
-        self.matched_pages = count + host.shape[1]
-        """Pages that need not be computed."""
-        self.count = count
-        self.pages: I32 = np.full((groups, capacity), -1, np.int32)
-        self.pages[:, :count] = device
-        self.private: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
-        """[capacity] which of the first `count` pages the request owns."""
-        self.duplicates: list[Repointed] = []
-        """Leased pages of the index that it has a copy of, which it still reads."""
-
-
-class CacheStats(msgspec.Struct, frozen=True):
-    """Pages of the smallest device pool, and of the host's (per group)."""
-
-    total: int
-    free: int
-    fenced: int
-    indexed: int
-    evictable: int
-    nodes: int
-    holdings: int
-    host_total: int
-    host_free: int
-    host_indexed: int
-    host_copied: int
-    """Pages ever copied from the device to the host."""
-    host_skipped: int
-    """Copies not made for lack of host room."""
-
-
-class Held(NamedTuple):
-    """Pages of a prefix: from the first on, on the device and on the host; and in either, as a request would match."""
-
-    device: int
-    host: int
-    indexed: int
-
-
-class Cleared(NamedTuple):
-    """Pages dropped from each tier, and pages of it that stay because something holds them."""
-
-    device: int
-    device_kept: int
-    host: int
-    host_kept: int
 
 
 class KvCache:
@@ -130,17 +62,32 @@ class KvCache:
         host_pages: int = 0,
         write_policy: WritePolicy = "write_through",
         page_hash: PageHash = "xxh3",
+        window_host_pages: Sequence[int] = (),
     ) -> None:
-        """`num_pages` per group on the device; `host_pages` in all, 0 for none. Without `reuse` nothing is ever matched
-        (`--disable-radix-cache`)."""
-        groups = len(layout.groups)
-        assert len(num_pages) == groups
+        """`num_pages` per group on the device; `host_pages` of all full groups together, 0 for none, and
+        `window_host_pages` of each window group. Without `reuse` nothing is ever matched (`--disable-radix-cache`)."""
+        groups = layout.full_groups
+        assert len(num_pages) == len(layout.groups)
         self.layout = layout
         self._reuse = reuse
         self._page_hash: PageHash = page_hash
-        self._pools = [PagePool(count) for count in num_pages]
-        self._index = RadixIndex(layout.page_tokens, groups)
+        self._pools = [PagePool(count) for count in num_pages[:groups]]
+        self.version = 0
+        """Grows when `peek` may find another length than before."""
+        self.windows: Windows | None = None
+        """The pages of window groups, if the layout has any; everything else here is about the full groups'."""
+        if layout.is_hybrid:
+            host = [0] * groups + list(window_host_pages if host_pages else [0] * (len(layout.groups) - groups))
+            places = num_pages[0] + host_pages // groups
+            self.windows = Windows(layout, num_pages, host, places, self._lengths_changed)
+        self._index = RadixIndex(layout.page_tokens, groups, self.windows)
         self._host = HostTier(self._index, groups, host_pages, write_policy) if host_pages else None
+        self._window_copies: WindowCopies | None = None
+        if self._host is not None and self.windows is not None:
+            page_bytes = [layout.page_bytes(group) for group in range(len(layout.groups))]
+            self._window_copies = self.windows.copies = WindowCopies(
+                self._index, self.windows.groups, self._host, page_bytes
+            )
         self.copy_pages = 16
         """Pages of one copy to the host, at most."""
         self._holdings: dict[int, Holding] = {}
@@ -148,9 +95,7 @@ class KvCache:
         self._prefetcher: Prefetcher | None = None
         self._writeback: WriteBack | None = None
         self.events = KvEvents(self._index, layout.page_tokens, page_hash)
-        self.pins = Pins(self._index)
-        self.version = 0
-        """Grows when `peek` may find another length than before."""
+        self.pins = Pins(self._index, self.windows)
 
     def attach_storage(self, client: StorageClient, options: PrefetchOptions, on_change: Callable[[], None]) -> None:
         """Use a storage tier behind the host's. `on_change` is called when a waiting request may be able to go on."""
@@ -164,14 +109,23 @@ class KvCache:
             self._room_came()
             on_change()
 
-        groups, page_tokens = len(self._pools), self.layout.page_tokens
-        page_bytes = max(self.layout.page_bytes(group) for group in range(groups))
-        self._prefetcher = Prefetcher(self._index, self._host, client, options, page_bytes, groups, arrived, on_change)
-        self._writeback = WriteBack(self._index, self._host, client, self.events, page_bytes, page_tokens, written)
+        groups, page_tokens, windows = len(self._pools), self.layout.page_tokens, self.windows
+        page_bytes = [self.layout.page_bytes(group) for group in range(len(self.layout.groups))]
+        reads, usable = None, None
+        if windows is not None:
+            reads = windows.reads = WindowReads(self._index, windows, client, self.page_bytes, page_bytes[groups:])
+            usable = self._usable_pages
+        full = max(page_bytes[:groups])
+        self._prefetcher = Prefetcher(
+            self._index, self._host, client, options, full, groups, arrived, on_change, reads, usable
+        )
+        self._writeback = WriteBack(
+            self._index, self._host, client, self.events, max(page_bytes), page_tokens, written, windows
+        )
 
     @property
     def page_bytes(self) -> int:
-        """Of one page of every group."""
+        """Of one page of every full group."""
         return sum(self.layout.page_bytes(group) for group in range(len(self._pools)))
 
     @property
@@ -190,7 +144,7 @@ class KvCache:
     def peek(self, key: PrefixKey) -> int:
         """Tokens of the key whose KV could be reused now, from the device or the host; changes nothing."""
         pages = self._matchable_pages(key)
-        return self._index.peek(key.namespace, key.raw(0, pages))[1] * key.page_tokens if pages else 0
+        return self._usable_pages(key, pages) * key.page_tokens if pages else 0
 
     def open(self, key: PrefixKey, capacity_tokens: int, compute_from: int | None = None) -> Holding:
         """Lease the longest reusable prefix, always leaving at least one token to compute (its logits are needed).
@@ -199,9 +153,15 @@ class KvCache:
         reused (their logits are wanted, and no page holds those), but what the request computes may be published.
         """
         wanted = self._matchable_pages(key, compute_from)
+        places = None
+        if self.windows is not None:
+            places = self._index.places_of(key.namespace, key.raw(0, wanted))
+            wanted = self.windows.usable(places)
         lease, device, host = self._index.acquire(key.namespace, key.raw(0, wanted))
         self._handles += 1
         holding = Holding(self._handles, lease, device, host, self.layout.pages(capacity_tokens))
+        if self.windows is not None and places is not None:
+            self.windows.open(holding, places, key)
         self._holdings[holding.handle] = holding
         return holding
 
@@ -220,6 +180,19 @@ class KvCache:
         # One copy; `np.stack` would take 5 µs to find the shape.
         return np.concatenate([pages for pages in taken if pages is not None]).reshape(len(taken), count)
 
+    def take_for_rows(self, count: int) -> I32 | None:
+        """A device page of every group of the layout, for each of `count` running requests: int32 [all groups, count];
+        None if there are not so many now."""
+        if self.windows is None:
+            return self.take(count)
+        windows = self.windows.take_one_each(count)
+        pages = self.take(count) if windows is not None else None
+        if pages is not None and windows is not None:
+            return np.concatenate([pages, *(some[None] for some in windows)])
+        if windows is not None:
+            self.windows.return_taken(windows)
+        return None
+
     def load(self, holding: Holding, pages: I32, step: int) -> None:
         """Of the taken pages (int32 [groups, n]), the first become what `step` loads from the host; the others are the
         request's own."""
@@ -231,6 +204,8 @@ class KvCache:
             holding.pages[:, holding.count : holding.count + count] = pages[:, :count]
             holding.count += count
         self.append(holding, pages[:, count:])
+        if self.windows is not None:
+            self.windows.enter(holding, step)
 
     def append(self, holding: Holding, pages: I32) -> None:
         """Give taken pages (int32 [groups, n]) to a request."""
@@ -238,6 +213,13 @@ class KvCache:
         holding.pages[:, holding.count : end] = pages
         holding.private[holding.count : end] = True
         holding.count = end
+
+    def append_row(self, holding: Holding, pages: I32) -> None:
+        """Give a page of every group of the layout (int32 [all groups, 1]) to a running request."""
+        full = len(self._pools)
+        self.append(holding, pages[:full])
+        if self.windows is not None:
+            self.windows.append(holding.windows, pages[full:])
 
     def publish(self, holding: Holding, key: PrefixKey, filled_tokens: int, step: int) -> None:
         """Make full pages of the first `filled_tokens` known tokens matchable; `step` is the last launched step that
@@ -256,6 +238,8 @@ class KvCache:
         self.version += 1
         if self._host is not None and taken.any():
             self._host.published(holding.handle, holding.lease, step, key)
+        if self.windows is not None:
+            self.windows.publish(holding, start, step, key)
 
     def repoint(self, holding: Holding, fence: Fence) -> Repointed:
         """Give the request's duplicates back behind `fence`, its last launched step; from the next one on it reads the
@@ -275,6 +259,8 @@ class KvCache:
         own = holding.private[: holding.count]
         for group, pool in enumerate(self._pools):
             pool.give_back(holding.pages[group, : holding.count][own], Owner.REQUEST, fence)
+        if self.windows is not None:
+            self.windows.close(holding, fence)
         self._index.release(holding.lease, fence.after_step)
         self._room_came()
 
@@ -288,6 +274,8 @@ class KvCache:
             pool.complete_step(step)
         if self._host is not None:
             self._host.pool.complete_step(step)
+        if self.windows is not None:
+            self.windows.complete_step(step)
         self._room_came()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -296,17 +284,30 @@ class KvCache:
     @property
     def copying(self) -> bool:
         """Whether copies to the host wait or are under way."""
-        return self._host is not None and self._host.busy
+        return self._host is not None and (
+            self._host.busy or (self._window_copies is not None and self._window_copies.busy)
+        )
 
     def next_copy(self) -> Copy | None:
         """The next copy to the host, to be ordered behind all that the device has been sent."""
         if self._host is None:
             return None
-        return self._host.next_copy(self._pools[0].completed_step, self.copy_pages)
+        completed = self._pools[0].completed_step
+        copy = self._host.next_copy(completed, self.copy_pages)
+        if copy is None and self._window_copies is not None:
+            copy = self._window_copies.next_copy(completed, self.copy_pages * self.page_bytes)
+        return copy
 
     def copied(self, transfer: int) -> None:
         """The host has the pages of a copy; storage gets them next."""
         assert self._host is not None
+        if self._window_copies is not None and (window := self._window_copies.acknowledge(transfer)) is not None:
+            if self._writeback is not None and len(window.at):
+                key = window.key or self._key_of(window.lease)
+                self._writeback.write(key, window_runs(window.group.number, window.at, window.host), window.number)
+            self._index.release(window.lease, -1, touch=False)
+            self._room_came()
+            return
         done: Copied = self._host.acknowledge(transfer)
         if self._writeback is not None:
             key = done.key or self._key_of(done.lease)
@@ -368,6 +369,8 @@ class KvCache:
     def oldest_write(self) -> int:
         """The lowest number of what is on its way down; later than all if nothing is."""
         copies = self._host.oldest_number if self._host is not None else NOTHING_PENDING
+        if self._window_copies is not None:
+            copies = min(copies, self._window_copies.oldest_number)
         return min(copies, self._writeback.oldest_number if self._writeback is not None else NOTHING_PENDING)
 
     @property
@@ -407,7 +410,8 @@ class KvCache:
         """Which of the key's whole pages are where; changes nothing."""
         raw = key.raw(0, key.length // key.page_tokens)
         device, indexed = self._index.peek(key.namespace, raw)
-        return Held(device, self._index.host_run(key.namespace, raw).shape[1], indexed)
+        host = self._index.host_run(key.namespace, raw).shape[1]
+        return Held(device, host, indexed, self._usable_pages(key, len(raw) // key.page_tokens // 4))
 
     def warm(self, key: PrefixKey) -> Prefetch | None:
         """Bring what storage has of a prefix to the host, for no request yet; None if there is nothing to bring."""
@@ -447,6 +451,8 @@ class KvCache:
             self._drop(index.evict_device(min(most_pages, index.evictable_device_pages)))
         if host and self._host is not None:
             self._drop(index.evict_host(min(most_pages, index.evictable_host_pages)))
+        if self.windows is not None:
+            self.windows.flush(device, host, most_pages)
         self._room_came()
         return self._cleared(*before)
 
@@ -464,6 +470,8 @@ class KvCache:
         opened before the last step of this: 100k pages in small nodes take 120 ms. What the host has stays."""
         assert not self._holdings, "requests still hold pages of a device that is gone"
         self.version += 1
+        if self.windows is not None:
+            self.windows.forget_device()
         if self._host is not None:
             self._host.give_up()
             yield
@@ -499,40 +507,25 @@ class KvCache:
             host_indexed=index.host_pages,
             host_copied=host.copied_pages if host else 0,
             host_skipped=host.skipped_pages if host else 0,
+            windows=self.windows.stats() if self.windows is not None else [],
         )
 
     @property
     def changes(self) -> int:
         """Equal counts, nothing has changed: no page its owner, no lease, no holding."""
         host_changes = self._host.pool.changes if self._host is not None else 0
-        return sum(pool.changes for pool in self._pools) + self._index.changes + host_changes
+        windows = self.windows.changes if self.windows is not None else 0
+        return sum(pool.changes for pool in self._pools) + self._index.changes + host_changes + windows
 
     def checking(self) -> Iterator[None]:
         """The check of all pages and leases in steps of about 0.2 ms, for a loop that has other things to do; nothing
         may change before the last. Raises AssertionError."""
-        holdings, host = list(self._holdings.values()), self._host
-        copies = host.leases if host is not None else []
-        claims = [Claims(pool) for pool in self._pools]
-        host_claims = Claims(host.pool) if host is not None else None
-        for nodes in self._index.checking([*(holding.lease for holding in holdings), *copies, *self.pins.leases]):
-            if nodes:
-                device = np.concatenate([node.device for node in nodes], axis=1)
-                for group, claim in enumerate(claims):
-                    claim.claim(Owner.INDEX, device[group])
-                if host_claims is not None:
-                    host_claims.claim(Owner.INDEX, np.concatenate([node.host for node in nodes], axis=1).ravel())
-            yield
-        for group, (pool, claim) in enumerate(zip(self._pools, claims)):
-            pool.check()
-            held = [holding.pages[group, : holding.count][holding.private[: holding.count]] for holding in holdings]
-            claim.claim(Owner.REQUEST, joined(held))
-            claim.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
-            yield
-        if host is not None and host_claims is not None:
-            host.check()
-            reads = self._prefetcher.transferring if self._prefetcher is not None else []
-            host_claims.claim(Owner.TRANSFER, joined([*host.transferring, *reads]))
-            host_claims.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
+        copies = self._host.leases if self._host is not None else []
+        if self._window_copies is not None:
+            copies = [*copies, *self._window_copies.leases]
+        holdings, others = list(self._holdings.values()), [*copies, *self.pins.leases]
+        reads = self._prefetcher.transferring if self._prefetcher is not None else []
+        return check_cache(self._index, self._pools, self._host, self.windows, holdings, others, reads)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page has exactly one owner and every lease is counted (invariant 1)."""
@@ -542,6 +535,22 @@ class KvCache:
     def _matchable_pages(self, key: PrefixKey, compute_from: int | None = None) -> int:
         most = key.length - 1 if compute_from is None else min(key.length - 1, compute_from)
         return most // key.page_tokens if self._reuse else 0
+
+    def usable_with(self, key: PrefixKey, stored: Sequence[NDArray[np.bool_]], pages: int) -> int:
+        """The same where all that storage has of each window group (bool [pages]) could be brought."""
+        assert self.windows is not None
+        places = self._index.places_of(key.namespace, key.raw(0, pages))
+        return self.windows.usable_with(places, stored, pages)
+
+    def _usable_pages(self, key: PrefixKey, pages: int) -> int:
+        """Of the first `pages` pages of the key, those of the longest prefix that a request could go on from."""
+        raw = key.raw(0, pages)
+        if self.windows is None:
+            return self._index.peek(key.namespace, raw)[1]
+        return self.windows.usable(self._index.places_of(key.namespace, raw))
+
+    def _lengths_changed(self) -> None:
+        self.version += 1
 
     def _key_of(self, lease: Lease) -> PrefixKey:
         """The key of a lease's path, from the index."""

@@ -19,11 +19,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from headrace.kvcache.host_pool import HostPool
 from headrace.kvcache.identity import PrefixKey
-from headrace.kvcache.pool import Fence, Owner, PagePool
+from headrace.kvcache.pool import Fence, Owner
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Dropped, Lease, Node, Span
 from headrace.ops.wire import I32
@@ -40,6 +38,8 @@ class Copy(NamedTuple):
     transfer: int
     device: I32
     host: I32
+    first_group: int = 0
+    """Of the layout, whose pages stand in the first row."""
 
 
 class Copied(NamedTuple):
@@ -67,11 +67,11 @@ class _Waiting(NamedTuple):
 
 
 class HostTier:
-    """Pages of all groups in one pool of equal slots."""
+    """Pages of all full groups in one pool of equal slots."""
 
     def __init__(self, index: RadixIndex, groups: int, num_pages: int, policy: WritePolicy, min_hits: int = 1) -> None:
         """`min_hits` is the k of `write_through_selective`."""
-        self.pool = PagePool(num_pages)
+        self.pool = HostPool(num_pages)
         self.policy: WritePolicy = policy
         self.skipped_pages = 0
         """Copies not made for lack of host room."""
@@ -81,8 +81,6 @@ class HostTier:
         self._index = index
         self._groups = groups
         self._min_hits = min_hits if policy == "write_through_selective" else 0
-        self.writer: NDArray[np.int64] = np.zeros(num_pages, np.int64)
-        """The transfer by which storage reads a page; 0 for none."""
         self.last_number = 0
         """Of all that was ever asked for."""
         self._evicting: deque[_Waiting] = deque()
@@ -140,6 +138,11 @@ class HostTier:
         self.last_number += 1
         return self.last_number
 
+    def next_transfer(self) -> int:
+        """The name of a copy."""
+        self._transfers += 1
+        return self._transfers
+
     def published(self, owner: int, lease: Lease, step: int, key: PrefixKey) -> None:
         """A request (named by its holding) has published up to the end of `lease`; `step` fills the last page. `key`
         is kept until the copies are made: a long prompt is copied in many pieces, and hashed once.
@@ -193,16 +196,6 @@ class HostTier:
         for waiting in (self._evicting, self._begun, self._published, self._numbers, self._under_way):
             waiting.clear()
 
-    def begin_write(self, pages: I32, transfer: int) -> None:
-        """Storage reads these pages (int32 [k]) until `end_write`: they may leave the index, but are not used again."""
-        self.pool.open_transfer(transfer)
-        self.writer[pages] = transfer
-
-    def end_write(self, pages: I32, transfer: int) -> None:
-        """Storage has acknowledged, or its agent has been reaped."""
-        self.writer[pages] = 0
-        self.pool.complete_transfer(transfer)
-
     def take(self, pages: int) -> I32 | None:
         """Host pages for a transfer, int32 [groups, pages], evicting what nobody leases; None if there are not so
         many now."""
@@ -217,22 +210,9 @@ class HostTier:
         return None if taken is None else taken.reshape(self._groups, pages)
 
     def drop(self, runs: list[Dropped]) -> None:
-        """Host pages that left the index: free when their last reader has completed, and storage has read them."""
+        """Host pages that left the index."""
         for run in runs:
-            pages = run.host.ravel()
-            if not len(pages):
-                continue
-            writers = self.writer[pages]
-            # `unique` takes 10 µs, and few pages are being read when they go.
-            reading = tuple(np.unique(writers[writers > 0]).tolist()) if writers.any() else ()
-            self.pool.give_back(pages, Owner.INDEX, Fence(run.last_step, reading))
-
-    def check(self) -> None:
-        """Raise AssertionError if storage reads a page that may be written."""
-        self.pool.check()
-        owners = self.pool.owner[self.writer > 0]
-        read = (owners == Owner.INDEX) | (owners == Owner.FENCED)
-        assert read.all(), "storage reads a page that is free or written to"
+            self.pool.drop(run.host.ravel(), run.last_step)
 
     def _forget_published(self, waiting: _Waiting) -> None:
         del self._published[waiting.number]
@@ -256,9 +236,9 @@ class HostTier:
             self._index.end_backup(lease, spans, None)
             self._index.release(lease, -1, touch=False)
             return None
-        self._transfers += 1
+        transfer = self.next_transfer()
         if count == most:
             queue = self._evicting if evicts else self._begun
             queue.appendleft(waiting._replace(lease=self._index.lease_again(lease)))
-        self._under_way[self._transfers] = Copied(lease, spans, host, waiting.key, waiting.number)
-        return Copy(self._transfers, device, host)
+        self._under_way[transfer] = Copied(lease, spans, host, waiting.key, waiting.number)
+        return Copy(transfer, device, host)

@@ -10,21 +10,18 @@ end    `unpin`; over the loss of a device a pin goes on with what the host has o
 
 from __future__ import annotations
 
-from typing import Final
-
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Lease, path_of
-
-PINNED_SHARE: Final = 0.5
-"""Of the smaller of device and host pool, that pins may hold."""
+from headrace.kvcache.windows import Windows
 
 
 class Pins:
     """The leases that pins hold."""
 
-    def __init__(self, index: RadixIndex) -> None:
+    def __init__(self, index: RadixIndex, windows: Windows | None = None) -> None:
         self._index = index
+        self._windows = windows
         self._leases: dict[int, Lease] = {}
         self._last = 0
 
@@ -42,25 +39,37 @@ class Pins:
         """Fewer than at first when the device has been lost since."""
         return self._leases[pin].num_pages
 
-    def pin(self, key: PrefixKey) -> tuple[int, int]:
-        """Keep what device and host have of a prefix, until `unpin`: `(pin, pages)`."""
-        lease, _, _ = self._index.acquire(key.namespace, key.raw(0, key.length // key.page_tokens))
+    def pin(self, key: PrefixKey, pages: int | None = None) -> tuple[int, int]:
+        """Keep what device and host have of a prefix, or of its first `pages` pages, until `unpin`: `(pin, pages)`. Of
+        window groups that is what somebody who goes on from there needs."""
+        pages = key.length // key.page_tokens if pages is None else pages
+        lease, _, _ = self._index.acquire(key.namespace, key.raw(0, pages))
         self._last += 1
-        self._leases[self._last] = lease
+        self._hold(self._last, lease)
         return self._last, lease.num_pages
 
     def unpin(self, pin: int) -> None:
         """Its pages may be evicted again, as if just used."""
+        if self._windows is not None:
+            self._windows.unpin(pin)
         self._index.release(self._leases.pop(pin), -1)
 
     def let_go(self) -> dict[int, tuple[bytes, bytes]]:
         """Release every lease, for now → by pin, the path that it held."""
         paths = {pin: path_of(lease) for pin, lease in self._leases.items()}
-        for lease in self._leases.values():
+        for pin, lease in self._leases.items():
+            if self._windows is not None:
+                self._windows.unpin(pin)
             self._index.release(lease, -1, touch=False)
         self._leases.clear()
         return paths
 
     def hold(self, paths: dict[int, tuple[bytes, bytes]]) -> None:
         """Lease what is left of these paths."""
-        self._leases = {pin: self._index.acquire(*path).lease for pin, path in paths.items()}
+        for pin, path in paths.items():
+            self._hold(pin, self._index.acquire(*path).lease)
+
+    def _hold(self, pin: int, lease: Lease) -> None:
+        self._leases[pin] = lease
+        if self._windows is not None:
+            self._windows.pin(pin, lease)

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from headrace.ops.wire import I32
 
+PINNED_SHARE: Final = 0.5
+"""Of a pool, or the smaller of the device's and the host's, that pins may hold."""
+
 
 class Owner:
     """Who may give a page back. Exactly one at a time. Plain ints: numpy takes an IntEnum apart in 2 µs a time."""

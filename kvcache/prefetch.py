@@ -23,13 +23,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.radix_nodes import Kept
 from headrace.ops.wire import I32
+
+if TYPE_CHECKING:
+    from headrace.kvcache.window_reads import WindowPiece
 
 PrefetchPolicy: TypeAlias = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
 PrefillMs: TypeAlias = Callable[[int, int], float]
@@ -110,12 +115,15 @@ class Prefetch:
             "due_s",
             "end",
             "first",
+            "had",
             "hashes",
             "kept",
             "key",
         ),
         *("looked_from", "pieces", "policy", "reached", "reason", "released", "room_timer", "short", "timer", "waited"),
+        "usable",
         "wanted",
+        *("window_cost", "window_pieces", "window_stored", "windows_read"),
     )
 
     def __init__(self, key: PrefixKey, wanted: int, policy: PrefetchPolicy, asked_s: float) -> None:
@@ -136,7 +144,19 @@ class Prefetch:
         self.end = -1
         """Storage has the pages before this one, from `looked_from` on; -1 until it has said."""
         self.reached = 0
-        """Pages that were indexed when it was last looked at."""
+        """Pages that were indexed when it was last looked at ..."""
+        self.usable = 0
+        """... and of these, the longest prefix that a request could go on from, which is all without window groups."""
+        self.had = 0
+        """The same when storage was asked last."""
+        self.window_stored: list[NDArray[np.bool_]] = []
+        """Of each window group, which pages storage has: [wanted]."""
+        self.window_pieces: list[WindowPiece] = []
+        """Their reads under way."""
+        self.windows_read = False
+        """They have been begun since storage was asked."""
+        self.window_cost = 0.0
+        """Of what is to be read of them, in pages of the full groups."""
         self.arrived = 0
         """Pages that its own reads have brought."""
         self.pieces: list[Piece] = []
@@ -183,7 +203,7 @@ class Prefetch:
         if self.done and self.short:
             return "no_room"
         if self.done:
-            return "complete" if self.end > self.looked_from else "nothing_found"
+            return "complete" if self.end > self.had else "nothing_found"
         return "gave_up" if self.waited else "did_not_wait"
 
     def cancel_timers(self) -> None:
@@ -231,15 +251,16 @@ class Patience:
     def _pays(self, prefetch: Prefetch, crowd: float, prefill_ms: PrefillMs) -> bool:
         """Whether the pages to come save more time than waiting for them is expected to cost."""
         speed, now_s, page_tokens = self._speed, self._loop.time(), prefetch.key.page_tokens
-        begin, end = prefetch.reached, prefetch.end
+        begin, end = prefetch.usable, prefetch.end
         if end < 0:
             end = prefetch.wanted
-            expected_ms = speed.lookup_ms + (end - begin) * speed.page_ms
+            expected_ms = speed.lookup_ms + (end - prefetch.reached) * speed.page_ms
             wait_ms = max(0.0, expected_ms - (now_s - prefetch.asked_s) * 1e3)
         else:
             # Reads of others share the device with this one's.
-            wait_ms = (end - begin) * speed.page_ms * crowd
-            expected_ms = speed.lookup_ms + (end - prefetch.first) * speed.page_ms
+            pages = max(0, end - prefetch.reached) + prefetch.window_cost
+            wait_ms = pages * speed.page_ms * crowd
+            expected_ms = speed.lookup_ms + (end - prefetch.first + prefetch.window_cost) * speed.page_ms
         saved_ms = prefill_ms((end - begin) * page_tokens, begin * page_tokens)
         # What was expected may be wrong: the wait ends when it has cost what it could save.
         left_ms = max(saved_ms, _PATIENCE * expected_ms) - (now_s - prefetch.due_s) * 1e3

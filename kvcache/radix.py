@@ -41,12 +41,14 @@ from headrace.kvcache.radix_nodes import (
     Lru,
     Match,
     Node,
+    Places,
     Span,
     common_pages,
     is_device_leaf,
     is_host_leaf,
     path_to,
     subtree,
+    walk,
 )
 from headrace.ops.wire import I32
 
@@ -59,8 +61,10 @@ _HOST_REMOVED: Final = Change(False, "host")
 class RadixIndex:
     """Prefixes of all namespaces over the pages of `groups` pools a tier."""
 
-    def __init__(self, page_tokens: int, groups: int) -> None:
+    def __init__(self, page_tokens: int, groups: int, places: Places | None = None) -> None:
+        """`places` names the pages where there are window groups beside these."""
         self._page_bytes = page_tokens * 4
+        self._places = places
         self._none: I32 = np.zeros((groups, 0), np.int32)
         self._roots: dict[bytes, Node] = {}
         self.listener: Callable[[Change, Node, int, int], None] | None = None
@@ -79,7 +83,7 @@ class RadixIndex:
         root = self._roots.get(namespace)
         if root is None:
             return 0, 0
-        node, pages, child, common = self._walk(root, raw)
+        node, pages, child, common = walk(root, raw, self._page_bytes)
         missing = 0
         step: Node | None = node
         while step is not None and step.num_device < step.length:
@@ -91,23 +95,17 @@ class RadixIndex:
 
     def host_run(self, namespace: bytes, raw: bytes, start: int = 0) -> I32:
         """The host's pages of `raw` from page `start` on, up to a gap: int32 [groups, n]; changes nothing."""
-        if (root := self._roots.get(namespace)) is None:
-            return self._none
-        node, pages, child, common = self._walk(root, raw)
-        path = path_to(node)[1:] if child is None or not common else [*path_to(node)[1:], child]
-        found = np.concatenate([self._none, *host_parts(path, start)], axis=1)
-        return found[:, : max(0, pages + common - start)]
+        path, pages = self._path(namespace, raw)
+        return np.concatenate([self._none, *host_parts(path, start)], axis=1)[:, : max(0, pages - start)]
+
+    def places_of(self, namespace: bytes, raw: bytes) -> I32:
+        """Places of the longest stored prefix of `raw`, int32 [n]; changes nothing."""
+        path, pages = self._path(namespace, raw)
+        return np.concatenate([self._none[0], *(node.places for node in path)])[:pages]
 
     def acquire(self, namespace: bytes, raw: bytes) -> Match:
         """Lease the longest stored prefix of `raw`."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(None, namespace, 0, self._none, self._none)
-        node, pages, child, common = self._walk(root, raw)
-        if child is not None and common:
-            node = self._split(child, common)
-            pages += common
-        return self._match(node, pages)
+        return self._match(*self._ending(self._root(namespace), raw))
 
     def lease_again(self, lease: Lease) -> Lease:
         """A second lease on the same path, for a copy that may outlive the first; no use of its pages."""
@@ -120,10 +118,7 @@ class RadixIndex:
         root = self._roots.get(namespace)
         if root is None:
             return Kept(None)
-        node, pages, child, common = self._walk(root, raw)
-        if child is not None and common:
-            node = self._split(child, common)
-            pages += common
+        node, _ = self._ending(root, raw)
         for step in path_to(node):
             if not step.kept and not step.leases:
                 self.kept_host_pages += step.num_host
@@ -151,7 +146,6 @@ class RadixIndex:
         it had device pages for them already it takes none, and its own are others.
         """
         count = pages.shape[1]
-        assert len(raw) == count * self._page_bytes
         taken = np.zeros(count, np.bool_)
         node, at, indexed = lease.node, 0, pages.copy()
         while at < count:
@@ -195,20 +189,16 @@ class RadixIndex:
         the index has already.
         """
         taken = np.zeros(pages.shape[1], np.bool_)
-        root = self._roots.get(namespace)
-        if root is None:
-            if first:
-                return taken
-            root = self._roots[namespace] = Node(None, namespace, 0, self._none, self._none)
-        node, have, child, common = self._walk(root, raw)
-        if child is not None and common:
-            node = self._split(child, common)
-            have += common
+        if first and namespace not in self._roots:
+            return taken
+        node, have = self._ending(self._root(namespace), raw)
         if have >= first and have < first + len(taken):
             taken[have - first :] = True
             fresh = pages[:, have - first :].copy()
             key = raw[have * self._page_bytes :]
             new = Node(node, key, fresh.shape[1], self._none, fresh)
+            if self._places is not None:
+                new.places = self._places.take(new.length)
             self._tick += 1
             new.used = self._tick
             node.children[key[: self._page_bytes]] = new
@@ -299,10 +289,7 @@ class RadixIndex:
         root = self._roots.get(namespace)
         if root is None:
             return []
-        node, pages, child, common = self._walk(root, raw)
-        if child is not None and common:
-            node = self._split(child, common)
-            pages += common
+        node, pages = self._ending(root, raw)
         if pages * self._page_bytes < len(raw):
             return []
         # The ends first; then the prefix itself, from its end to the root.
@@ -310,9 +297,13 @@ class RadixIndex:
         dropped: list[Dropped] = []
         for step in order:
             if device and is_device_leaf(step):
+                if self._places is not None:
+                    self._places.drop(step.places, True, False)
                 dropped.extend(self._drop_device(step, 0))
         for step in order:
             if host and is_host_leaf(step):
+                if self._places is not None:
+                    self._places.drop(step.places, False, True)
                 dropped.append(self._drop_host(step, 0))
         return dropped
 
@@ -354,14 +345,14 @@ class RadixIndex:
             for node in self.nodes():
                 self._tell(_DEVICE_REMOVED, node, 0, node.num_device)
                 self._tell(_HOST_REMOVED, node, 0, node.num_host)
+        if self._places is not None:
+            for node in self.nodes():
+                self._places.give_back(node.places)
         self._roots.clear()
         self._device_lru.clear()
         self._host_lru.clear()
         self.num_nodes = self.device_pages = self.host_pages = 0
         self.evictable_device_pages = self.evictable_host_pages = self.kept_host_pages = 0
-
-    # ------------------------------------------------------------------------------------------------------------
-    # Checks
 
     def nodes(self) -> Iterator[Node]:
         """All nodes, roots included, parents first."""
@@ -395,19 +386,24 @@ class RadixIndex:
     # ------------------------------------------------------------------------------------------------------------
     # The tree
 
-    def _walk(self, root: Node, raw: bytes) -> tuple[Node, int, Node | None, int]:
-        """`(node, pages, child, common)`: `pages` match up to the end of `node`, and `common` more inside `child`."""
-        node, at, size = root, 0, self._page_bytes
-        while at < len(raw):
-            child = node.children.get(raw[at : at + size])
-            if child is None:
-                break
-            key = child.key
-            if not raw.startswith(key, at):
-                return node, at // size, child, common_pages(key, raw, at, size)
-            node = child
-            at += len(key)
-        return node, at // size, None, 0
+    def _root(self, namespace: bytes) -> Node:
+        if (root := self._roots.get(namespace)) is None:
+            root = self._roots[namespace] = Node(None, namespace, 0, self._none, self._none)
+        return root
+
+    def _path(self, namespace: bytes, raw: bytes) -> tuple[list[Node], int]:
+        """The nodes of the longest stored prefix of `raw`, and its pages, which may end in the last of them."""
+        if (root := self._roots.get(namespace)) is None:
+            return [], 0
+        node, pages, child, common = walk(root, raw, self._page_bytes)
+        return path_to(node)[1:] + ([child] if child is not None and common else []), pages + common
+
+    def _ending(self, root: Node, raw: bytes) -> tuple[Node, int]:
+        """The node with which the longest stored prefix of `raw` ends, cut so that it does, and the prefix's pages."""
+        node, pages, child, common = walk(root, raw, self._page_bytes)
+        if child is None or not common:
+            return node, pages
+        return self._split(child, common), pages + common
 
     def _match(self, node: Node, pages: int) -> Match:
         self._tick += 1
@@ -461,6 +457,7 @@ class RadixIndex:
         head.pending = min(node.pending, at)
         head.leases, head.used, head.hits, head.last_step = node.leases, node.used, node.hits, node.last_step
         head.kept = node.kept
+        head.places, node.places = node.places[:at].copy(), node.places[at:].copy()
         parent.children[head.key[: self._page_bytes]] = head
         node.parent = head
         node.key, node.length = node.key[cut:], node.length - at
@@ -481,9 +478,13 @@ class RadixIndex:
         if node.leases == 1 and not node.children and node.parent is not None:
             node.key += raw
             node.length += count
+            if self._places is not None:
+                node.places = np.concatenate((node.places, self._places.take(count)))
             self._set_device(node, pages, step)
             return node
         child = Node(node, raw, count, self._none, self._none)
+        if self._places is not None:
+            child.places = self._places.take(count)
         child.leases = 1
         child.used = self._tick
         node.children[raw[: self._page_bytes]] = child
@@ -562,6 +563,8 @@ class RadixIndex:
             self.num_nodes -= 1
             below.parent, below.went_to = None, node
             below.cut_host(0)
+            if self._places is not None:
+                self._places.give_back(below.places)
         node.children.clear()
         node.host_children = 0
         return dropped
@@ -573,6 +576,9 @@ class RadixIndex:
         length = max(node.num_device, node.num_host)
         if length < node.length:
             assert not node.children, "what follows a lost page is indexed"
+            if self._places is not None:
+                self._places.give_back(node.places[length:])
+                node.places = node.places[:length].copy()
         if length:
             node.key, node.length = node.key[: length * self._page_bytes], length
             self._offer(node)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.ops.wire import I32
+
+_NO_PLACES: Final[I32] = np.zeros(0, np.int32)
 
 
 class Node:
@@ -17,7 +19,7 @@ class Node:
 
     __slots__ = (
         *("children", "device", "device_children", "filled_by", "hits", "host", "host_children", "key", "last_step"),
-        *("kept", "leases", "length", "num_device", "num_host", "parent", "pending", "used", "went_to"),
+        *("kept", "leases", "length", "num_device", "num_host", "parent", "pending", "places", "used", "went_to"),
     )
 
     def __init__(self, parent: Node | None, key: bytes, length: int, device: I32, host: I32) -> None:
@@ -30,6 +32,8 @@ class Node:
         self.set_host(host)
         self.pending = self.num_host
         """Pages that are on the host, or being copied there."""
+        self.places: I32 = _NO_PLACES
+        """int32 [n]: what its pages are called where there are window groups; else empty."""
         self.children: dict[bytes, Node] = {}
         self.device_children = self.host_children = 0
         """Children with pages in the tier."""
@@ -75,6 +79,19 @@ class Node:
     def cut_host(self, keep: int) -> None:
         """All but the first `keep` host pages are gone."""
         self.set_host(self.host[:, :keep].copy() if keep else self.host[:, :0])
+
+
+class Places(Protocol):
+    """Who names the pages of the index (`windows`), where there are window groups."""
+
+    def take(self, count: int) -> I32:
+        """Names for new pages, int32 [count]."""
+
+    def give_back(self, places: I32) -> None:
+        """These pages are no longer in the index."""
+
+    def drop(self, places: I32, device: bool, host: bool) -> None:
+        """What else is kept under these names is to leave the tiers."""
 
 
 class Lease:
@@ -161,6 +178,33 @@ def path_to(node: Node) -> list[Node]:
     while path[-1].parent is not None:
         path.append(path[-1].parent)
     return path[::-1]
+
+
+def walk(root: Node, raw: bytes, page_bytes: int) -> tuple[Node, int, Node | None, int]:
+    """`(node, pages, child, common)`: `pages` match up to the end of `node`, and `common` more inside `child`."""
+    node, at = root, 0
+    while at < len(raw):
+        child = node.children.get(raw[at : at + page_bytes])
+        if child is None:
+            break
+        key = child.key
+        if not raw.startswith(key, at):
+            return node, at // page_bytes, child, common_pages(key, raw, at, page_bytes)
+        node = child
+        at += len(key)
+    return node, at // page_bytes, None, 0
+
+
+def places_from(lease: Lease, start: int) -> I32:
+    """Places of the lease's path from its page `start` on."""
+    runs: list[I32] = []
+    node: Node | None = lease.node
+    depth = lease.num_pages
+    while node is not None and depth > start:
+        depth -= node.length
+        runs.append(node.places if depth >= start else node.places[start - depth :])
+        node = node.parent
+    return np.concatenate(runs[::-1]) if runs else _NO_PLACES
 
 
 def subtree(node: Node) -> list[Node]:

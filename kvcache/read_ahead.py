@@ -38,8 +38,10 @@ from headrace.kvcache.prefetch import (
     StorageSpeed,
 )
 from headrace.kvcache.radix import RadixIndex
-from headrace.kvcache.storage.client import PageSpan, StorageClient
+from headrace.kvcache.storage.client import StorageClient
+from headrace.kvcache.storage.keys import group_keys, span_of
 from headrace.kvcache.storage.protocol import ReadDone
+from headrace.kvcache.window_reads import WindowReads
 from headrace.ops.wire import I32
 
 
@@ -73,14 +75,20 @@ class Prefetcher:
         groups: int,
         on_change: Callable[[], None],
         on_room: Callable[[], None],
+        windows: WindowReads | None = None,
+        usable: Callable[[PrefixKey, int], int] | None = None,
     ) -> None:
-        """`on_change` is called when a waiting request may be able to go on, `on_room` when `read_ahead` should be."""
+        """`page_bytes`: of a page of each of so many (full) `groups`. `windows` reads for the other groups, if there
+        are any, and `usable` says how much of a prefix a request could go on from. `on_change` is called when a waiting
+        request may be able to go on, `on_room` when `read_ahead` should be."""
         self.counts = PrefetchCounts()
         self._index = index
         self._host = host
         self._client = client
         self._options = options
         self._groups = groups
+        self._windows = windows
+        self._usable = usable
         self._piece_pages = max(1, options.piece_bytes // page_bytes)
         self._on_change = on_change
         self._on_room = on_room
@@ -177,6 +185,8 @@ class Prefetcher:
             for piece in prefetch.pieces:
                 # Another that needs these pages reads what has not come.
                 self._cancel(piece)
+            if self._windows is not None:
+                self._windows.cancel(prefetch)
         if self._lacks_room:
             # It may have been the first, whom the others stood behind.
             self._look_again()
@@ -195,6 +205,7 @@ class Prefetcher:
     def _indexed_pages(self, prefetch: Prefetch) -> int:
         key = prefetch.key
         prefetch.reached = self._index.peek(key.namespace, key.raw(0, prefetch.wanted))[1]
+        prefetch.usable = prefetch.reached if self._usable is None else self._usable(key, prefetch.wanted)
         return prefetch.reached
 
     def _has_shrunk(self, prefetch: Prefetch) -> bool:
@@ -222,27 +233,39 @@ class Prefetcher:
     def _ask(self, prefetch: Prefetch) -> bool:
         """Look up what is missing behind `reached`; False if that is not worth it."""
         key = prefetch.key
-        if not self._helps((prefetch.wanted - prefetch.reached) * key.page_tokens):
+        if not self._helps((prefetch.wanted - prefetch.usable) * key.page_tokens):
             return False
         prefetch.asked = True
         prefetch.asked_s = asked_s = self._loop.time()
-        prefetch.looked_from, prefetch.end = prefetch.reached, -1
+        prefetch.looked_from, prefetch.end, prefetch.had = prefetch.reached, -1, prefetch.usable
+        prefetch.windows_read = False
         prefetch.hashes = key.page_hashes(prefetch.wanted)[prefetch.looked_from :]
         self.counts.lookups += 1
         answers: list[int] = []
+        missing = self._groups + (self._windows.num_groups if self._windows is not None else 0)
 
-        def found(pages: int) -> None:
-            answers.append(pages)
-            if len(answers) == self._groups:
+        def answered() -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
                 self._speed.looked_up((self._loop.time() - asked_s) * 1e3)
                 self._found(prefetch, min(answers))
 
+        def found(pages: int) -> None:
+            answers.append(pages)
+            answered()
+
         for group in range(self._groups):
             self._client.lookup(group, group_keys(prefetch.hashes, group), found)
+        if self._windows is not None:
+            self._windows.ask(prefetch, answered)
         return True
 
     def _found(self, prefetch: Prefetch, pages: int) -> None:
         prefetch.end = prefetch.looked_from + pages
+        if self._windows is not None:
+            prefetch.end = self._windows.usable_end(prefetch, prefetch.end)
+            pages = max(0, prefetch.end - prefetch.looked_from)
         self.counts.found += pages
         self._stale = True
         if prefetch.released:
@@ -253,7 +276,7 @@ class Prefetcher:
             prefetch.end = prefetch.looked_from + probed
             if self._indexed_pages(prefetch) == prefetch.looked_from and probed:
                 self._begin_piece(prefetch, is_first=True)
-        elif not pages:
+        elif prefetch.end <= prefetch.had:
             prefetch.done = True
         self._on_change()
 
@@ -291,8 +314,10 @@ class Prefetcher:
         if prefetch.reached < had and prefetch.is_due:
             # Once it is awaited, what was lost is read once more, not twice: a request gets on.
             prefetch.short, prefetch.asked_again = prefetch.asked_again, True
-        if prefetch.short or prefetch.reached >= prefetch.end:
+        if prefetch.short:
             self._end(prefetch)
+        elif prefetch.reached >= prefetch.end:
+            self._finish(prefetch)
         elif prefetch.reached < prefetch.looked_from:
             self._ask_anew(prefetch)
 
@@ -440,6 +465,22 @@ class Prefetcher:
             if piece.good < size:
                 self._cut(prefetch)
         if not prefetch.pieces and prefetch.reached >= prefetch.end:
+            self._finish(prefetch)
+
+    def _finish(self, prefetch: Prefetch) -> None:
+        """The full groups' pages are there; the windows come last."""
+        if prefetch.done:
+            return
+
+        def ended() -> None:
+            self._indexed_pages(prefetch)
+            if not prefetch.window_pieces:
+                prefetch.window_cost = 0.0
+                self._end(prefetch)
+            self._stale = True
+            self._on_change()
+
+        if self._windows is None or prefetch.released or not self._windows.begin(prefetch, ended):
             self._end(prefetch)
 
     def _cut(self, prefetch: Prefetch) -> None:
@@ -458,17 +499,3 @@ class Prefetcher:
         if prefetch.room_timer is not None:
             prefetch.room_timer.cancel()
             prefetch.room_timer = None
-
-
-def group_keys(hashes: list[bytes], group: int) -> bytes:
-    """Keys of a group's pages: group 0's are the chain hashes; another's differ in their last byte."""
-    if not group:
-        return b"".join(hashes)
-    return b"".join(page[:-1] + bytes([page[-1] ^ group]) for page in hashes)
-
-
-def span_of(key: PrefixKey, start: int, end: int, group: int) -> PageSpan:
-    """What the agent needs to know of pages [start, end) of a prefix."""
-    hashes = key.page_hashes(end)
-    parents = group_keys([hashes[start - 1] if start else key.namespace, *hashes[start : end - 1]], group)
-    return PageSpan(key.namespace, parents, group_keys(hashes[start:end], group), key.raw(start, end))

@@ -5,7 +5,7 @@ out    writes to the storage client; events of what is stored; `on_end` when a w
 state  writes under way, with their numbers (`host`); what was put off, by the prefix that it belongs to
 owner  `KvCache`; nothing else calls it
 ready  a page is stored when its write is acknowledged
-end    host pages that storage reads are not used again before their write has ended (`HostTier.begin_write`)
+end    host pages that storage reads are not used again before their write has ended (`HostPool.begin_write`)
 
 What storage did not take, since it was detached, silent or too slow, is put off: it is written when storage is usable
 and nothing else is being written, a few pages at a time, from where the host has it then. Nothing holds it there: what
@@ -25,12 +25,14 @@ import numpy as np
 
 from headrace.kvcache.events import KvEvents
 from headrace.kvcache.host import NOTHING_PENDING, HostTier
+from headrace.kvcache.host_pool import HostPool
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Span
-from headrace.kvcache.read_ahead import span_of
 from headrace.kvcache.storage.client import StorageClient
+from headrace.kvcache.storage.keys import span_of
 from headrace.kvcache.storage.protocol import Written, pages_per_message
+from headrace.kvcache.windows import Windows
 from headrace.ops.wire import I32
 
 BATCH_BYTES: Final = 4 << 20
@@ -58,6 +60,12 @@ def runs_of(spans: Sequence[Span], host: I32) -> list[Run]:
         runs += [Run(group, start, end, pages[at : at + end - start]) for group, pages in enumerate(host)]
         at += end - start
     return runs
+
+
+def window_runs(group: int, at: I32, host: I32) -> list[Run]:
+    """Of pages `at` (int32 [k], in order) of a prefix that the host has in `host`."""
+    edges = [0, *(np.flatnonzero(np.diff(at) > 1) + 1).tolist(), len(at)]
+    return [Run(group, int(at[a]), int(at[b - 1]) + 1, host[a:b]) for a, b in pairwise(edges)]
 
 
 class _UnderWay(msgspec.Struct):
@@ -89,6 +97,7 @@ class WriteBack:
         page_bytes: int,
         page_tokens: int,
         on_end: Callable[[], None],
+        windows: Windows | None = None,
     ) -> None:
         self.stored_pages = 0
         """Acknowledged."""
@@ -96,6 +105,7 @@ class WriteBack:
         """Given up."""
         self._index = index
         self._host = host
+        self._windows = windows
         self._client = client
         self._events = events
         self._on_end = on_end
@@ -125,7 +135,7 @@ class WriteBack:
         return sum(one.pages for one in self._put_off.values())
 
     def write(self, key: PrefixKey, runs: Sequence[Run], number: int) -> None:
-        """The host has these pages; `number` is that of the copy which brought them."""
+        """The host has these pages, all of them in one pool; `number` is that of the copy which brought them."""
         if self._client.usable:
             self._begin(key, runs, number, again=False)
         else:
@@ -154,9 +164,10 @@ class WriteBack:
 
     def _begin(self, key: PrefixKey, runs: Sequence[Run], number: int, again: bool) -> None:
         self._writes += 1
+        pool = self._pool_of(runs[0].group)
         write, pages = self._writes, np.concatenate([run.host for run in runs])
         under_way = self._under_way[write] = _UnderWay(number, len(runs))
-        self._host.begin_write(pages, write)
+        pool.begin_write(pages, write)
 
         def written(run: Run, reply: Written) -> None:
             under_way.runs_left -= 1
@@ -166,7 +177,7 @@ class WriteBack:
                 self._events.stored_in_storage(key, run.start, run.end, reply.dropped)
             if not under_way.runs_left:
                 del self._under_way[write]
-                self._host.end_write(pages, write)
+                pool.end_write(pages, write)
                 self._on_end()
                 self.resume()
 
@@ -207,7 +218,7 @@ class WriteBack:
         key, runs = one.key, one.runs
         group, start, end = runs.pop(0)
         upto = min(end, start + self._batch_pages)
-        host = self._index.host_run(key.namespace, key.raw(0, upto), start)[group]
+        host = self._host_run(key, group, start, upto)
         if len(host):
             if start + len(host) < end:
                 runs.insert(0, (group, start + len(host), end))
@@ -216,3 +227,19 @@ class WriteBack:
             self.unstored_pages += end - start
         if not runs:
             self._give_up(name)
+
+    def _is_window(self, group: int) -> bool:
+        return self._windows is not None and group >= self._windows.groups[0].number
+
+    def _pool_of(self, group: int) -> HostPool:
+        if self._windows is not None and self._is_window(group):
+            return self._windows.host_pool(group)
+        return self._host.pool
+
+    def _host_run(self, key: PrefixKey, group: int, start: int, end: int) -> I32:
+        """Where the host has pages of a prefix from `start` on, up to a gap."""
+        raw = key.raw(0, end)
+        if self._windows is not None and self._is_window(group):
+            return self._windows.host_run(group, self._index.places_of(key.namespace, raw)[start:])
+        run: I32 = self._index.host_run(key.namespace, raw, start)[group]
+        return run

@@ -45,12 +45,13 @@ def clearing(step: int, group: int, pool: KvPool, pages: I32) -> Operation:
 
 
 def attention(batch: ForwardBatch, group: int, pool: KvPool, table: I32, layer: int) -> Operation:
-    """Writes the KV of the batch's tokens in one layer, and reads all context of its rows. `table`: as the device has
+    """Writes the KV of the batch's tokens in one layer, and reads what its rows look at. `table`: as the device has
     it when it gets there."""
     lengths = np.diff(batch.row_start)
+    firsts = pool.first_pages(batch.row_kv_len - lengths)
     read = [
-        table[slot, : -(-kv_len // pool.page_tokens)]
-        for slot, kv_len in zip(batch.row_slot.tolist(), batch.row_kv_len.tolist())
+        table[slot, first : -(-kv_len // pool.page_tokens)]
+        for slot, first, kv_len in zip(batch.row_slot.tolist(), firsts.tolist(), batch.row_kv_len.tolist())
     ]
     written = table[np.repeat(batch.row_slot, lengths), batch.positions // pool.page_tokens]
     return Operation(

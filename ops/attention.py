@@ -82,9 +82,8 @@ class AttentionPlan(NamedTuple):
 
 
 def plan_attention(batch: ForwardBatch, pool: KvPool, window_tokens: int = 0) -> AttentionPlan:
-    """Raises ValueError where the page table has no page for a token, or the group's kind is not implemented."""
-    if pool.shape.kind != "full":
-        raise ValueError(f"attention over a {pool.shape.kind!r} group is not implemented; only full groups are")
+    """Raises ValueError where the page table has no page for a token."""
+    assert not pool.shape.window_tokens or 0 < window_tokens <= pool.shape.window_tokens, "the window's pages may go"
     lengths = np.diff(batch.row_start)
     first_pages = _first_page(pool, batch.row_kv_len - lengths, window_tokens)
     seen = batch.row_kv_len - first_pages * pool.page_tokens

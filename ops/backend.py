@@ -79,10 +79,11 @@ def dtype_of(start: Start) -> torch.dtype:
 
 def check_host_slots(start: Start, pools: list[KvPool]) -> None:
     """Raises CannotServe where a page is larger than the server's plan has it."""
-    for pool in pools:
+    windows = [area.slot_bytes for area in start.window_areas]
+    for pool, slot_bytes in zip(pools, [start.host_slot_bytes] * (len(pools) - len(windows)) + windows, strict=True):
         page_bytes = len(pool.shape.layers) * pool.layer_elements * pool.pages.element_size()
-        if page_bytes > start.host_slot_bytes:
-            raise CannotServe(f"a page takes {page_bytes} bytes, a slot of the host pool {start.host_slot_bytes}")
+        if page_bytes > slot_bytes:
+            raise CannotServe(f"a page takes {page_bytes} bytes, a slot of the host pool {slot_bytes}")
 
 
 def weights_progress(reply: Callable[[Reply], None]) -> Callable[[int, int], None]:

@@ -13,9 +13,11 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.sampler import Sampler
+from headrace.ops.sampling import Choose, choose
 from headrace.ops.step import StepRunner
+from headrace.ops.step_copies import Copier
 from headrace.ops.streams import Streams, cpu_streams
-from headrace.ops.wire import Progress, Reply, Start
+from headrace.ops.wire import HostArea, Progress, Reply, Start
 
 QUANTIZATIONS: Final = ("none", "q8")
 
@@ -54,12 +56,23 @@ class CpuBackend:
             KvPool(shape, pages, start.page_tokens, start.max_slots, start.max_context_tokens, dtype)
             for shape, pages in zip(start.groups, num_pages, strict=True)
         ]
-        host = None
+        host: list[Copier] = []
         if host_pool is not None and start.host_slot_bytes:
             check_host_slots(start, pools)
-            host = HostPages(host_pool, start.host_slot_bytes, dtype, self._model.copy_pages)
-        sampler = Sampler(start.max_slots, start.ring.vocab)
+            copy, windows = self._model.copy_pages, start.window_areas
+            full_bytes = min((area.offset for area in windows), default=len(host_pool))
+            full = HostArea(0, start.host_slot_bytes, full_bytes // start.host_slot_bytes)
+            areas = [*[full] * (len(pools) - len(windows)), *windows]
+            host = [HostPages(host_pool, area.slot_bytes, dtype, copy, area) for area in areas]
+        sampler = Sampler(start.max_slots, start.ring.vocab, self._choose(start))
         return Made(pools, StepRunner(self._model, pools, sampler, host, self.streams))
+
+    def _choose(self, start: Start) -> Choose:
+        if start.kernels == "torch":
+            return choose
+        from headrace.ops.simd.draws import Chooser
+
+        return Chooser(start.ring.vocab)
 
     def _load(self, start: Start) -> Model:
         dtype = dtype_of(start)
@@ -71,7 +84,7 @@ class CpuBackend:
         if start.kernels == "torch":
             prepare_cpu(start.threads)
             return load_model(start.model_path, dtype, start.max_context_tokens, progress)
-        # torch only draws ids: its threads would wait for work by spinning, on the cores of the kernels' threads.
+        # torch only penalizes and reports: its threads would wait by spinning, on the cores of the kernels' threads.
         prepare_cpu(1)
         self._compile(start)
         threads = start.threads
@@ -85,6 +98,13 @@ class CpuBackend:
                 f"the compiled kernels need numba, which can't be imported ({problem}). Install it, or give "
                 "--cpu-kernels torch"
             ) from problem
+        from headrace.ops.simd.target import DOT
+
+        if start.dot not in ("", DOT):
+            raise CannotServe(
+                f"this CPU should multiply bfloat16 by {start.dot}, but the kernels do it by {DOT}: their KV would be"
+                " taken for another's. Unset NUMBA_CPU_NAME and NUMBA_CPU_FEATURES, or give --cpu-kernels torch"
+            )
         kv: Final = "float32" if start.dtype == "float32" else "bfloat16"
         prepare(
             "q8" if start.quantization == "q8" else kv,
@@ -94,7 +114,8 @@ class CpuBackend:
         )
 
     def _tell_compiling(self, done: int, total: int) -> None:
-        """A line for each tenth: it takes 10 to 20 s, once."""
-        if done * 10 // total > (done - 1) * 10 // total:
-            share = done * 100 // total // 10 * 10
-            self._reply(Progress(f"compiling kernels for this CPU, once: {share} %", done, total))
+        """A line for each tenth. Of the 10 to 40 s, once, a third comes after the last: the program that calls them."""
+        if done == total:
+            self._reply(Progress(f"compiling kernels for this CPU, once: all {total}, now the whole of them", 0, 0))
+        elif done * 10 // total > (done - 1) * 10 // total:
+            self._reply(Progress(f"compiling kernels for this CPU, once: {done} of {total}", done, total))

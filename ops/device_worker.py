@@ -246,10 +246,27 @@ def check_start(start: Start, config: ModelConfig) -> None:
             f"--context-length {start.max_context_tokens} is longer than the {config.context_tokens} tokens that the"
             " model was trained for; lower it"
         )
-    expected = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
-    if start.groups != [expected]:
-        raise CannotServe(f"this worker serves one group of full attention, {expected}; it was given {start.groups}")
+    served = served_groups(config)
+    if start.kernels == "triton":
+        served = served[:1]
+    if start.groups not in served:
+        raise CannotServe(f"this worker serves the groups {' or '.join(map(str, served))}; it was given {start.groups}")
     if start.ring.vocab != config.vocab_size:
         raise CannotServe(f"the ring is sized for {start.ring.vocab} ids, the model has {config.vocab_size}")
     if start.ring.max_samples > start.max_slots:
         raise CannotServe(f"the ring holds {start.ring.max_samples} samples, but there are {start.max_slots} slots")
+
+
+def served_groups(config: ModelConfig) -> list[list[GroupShape]]:
+    """The groups of layers that a worker serves: one full group of all; or, where some layers have a window and others
+    have none, a full and a window group."""
+
+    def group(kind: str, window_tokens: int, layers: list[int]) -> GroupShape:
+        return GroupShape(kind, window_tokens, layers, config.kv_heads, config.head_dim)
+
+    every = list(range(config.layers))
+    full = [layer for layer in every if layer not in config.window_layers]
+    one = [group("full", 0, every)]
+    if not config.window_layers or not full:
+        return [one]
+    return [one, [group("full", 0, full), group("window", config.window_span, list(config.window_layers))]]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from headrace.ops.kv_pool import KvPool
-from headrace.ops.wire import I32
+from headrace.ops.wire import I32, HostArea
 
 if TYPE_CHECKING:
     from headrace.ops.simd.program import Program
@@ -72,11 +72,15 @@ class HostPages:
         slot_bytes: int,
         dtype: torch.dtype,
         copy: CopyPages = copy_pages,
+        area: HostArea | None = None,
     ) -> None:
-        count = len(buffer) // slot_bytes
+        """`area`: a part of it, instead of as many pages as there is room for."""
+        if area is None:
+            area = HostArea(0, slot_bytes, len(buffer) // slot_bytes)
         self.copy = copy
-        self._slots: Tensor = torch.frombuffer(buffer, dtype=torch.uint8)[: count * slot_bytes].view(dtype)
-        self._slots = self._slots.view(count, -1)
+        size_bytes = area.pages * area.slot_bytes
+        self._slots: Tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=size_bytes, offset=area.offset)
+        self._slots = self._slots.view(dtype).view(area.pages, -1)
 
     @property
     def slot_elements(self) -> int:

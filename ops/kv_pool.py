@@ -9,7 +9,8 @@ is what a host page holds (`kv_copy`).
 
 in     page-table edits, KV of a step's tokens (written by `attention`), pages from the host
 out    views of one layer's pages; the table
-state  `pages`, `table` int32 [slots, pages of the longest context], -1 where there is no page
+state  `pages`, `table` int32 [slots, pages of the longest context], -1 where there is no page; in a window group what
+       stands before a request's window is never looked at
 owner  the step that is running, in the worker's main thread; which page is whose is the server's decision
 ready  in command order: what a command wrote is there for the next one
 end    with the process
@@ -101,13 +102,25 @@ class KvPool:
                 raise ValueError(f"a page-table edit has a {name} outside {least}..{most - 1}")
         self.table[slots, indices] = pages
 
+    def first_pages(self, positions: I32) -> I32:
+        """For tokens at these positions, the first page of the table that they may look at."""
+        window = self.shape.window_tokens
+        if not window:
+            return np.zeros_like(positions)
+        firsts: I32 = np.maximum(positions + 1 - window, 0) // self.page_tokens
+        return firsts
+
     def begun_pages(self, slots: I32, before: I32, after: I32) -> I32:
         """Of rows that grow from `before` to `after` tokens, the pages that get their first tokens and will not be
-        full: they must be cleared. Raises ValueError where the table lacks a page for any of the rows' tokens."""
+        full: they must be cleared. Raises ValueError where the table lacks a page that any of the rows' tokens look
+        at."""
         if not len(slots):
             return slots
         last = (after - 1) // self.page_tokens
-        used = self.table[slots[:, None], np.minimum(np.arange(int(last.max()) + 1), last[:, None])]
+        looked_at = np.minimum(np.arange(int(last.max()) + 1), last[:, None])
+        if self.shape.window_tokens:
+            looked_at = np.maximum(looked_at, self.first_pages(before)[:, None])
+        used = self.table[slots[:, None], looked_at]
         if used.min() < 0:
             raise ValueError("the page table has no page for a position that the batch uses")
         begun = (last * self.page_tokens >= before) & (after % self.page_tokens != 0)

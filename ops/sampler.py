@@ -20,9 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.ops.sampling import (
-    best,
+    MIN_P,
+    PARAMETERS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+    Choose,
     best_log_probabilities,
-    draw,
+    choose,
     log_probabilities,
     penalize_,
     uniform,
@@ -40,8 +46,9 @@ class Sampler:
     slot without penalties, biases or minimum length costs nothing (with all of them 10 bytes an id).
     """
 
-    def __init__(self, slots: int, vocab: int) -> None:
+    def __init__(self, slots: int, vocab: int, choose: Choose = choose) -> None:
         self._vocab = vocab
+        self._choose = choose
         self.future_tokens: NDArray[np.int64] = np.zeros(slots, np.int64)
         """The last id drawn for each slot."""
         self._ints: I32 = np.zeros((slots, len(INIT_INTS)), np.int32)
@@ -105,19 +112,15 @@ class Sampler:
         reporting = np.flatnonzero(self._ints[slots, _INT["logprobs"]] >= 0)
         raw = logits[torch.from_numpy(reporting)] if len(reporting) else None
         self._adjust_(logits, slots, positions, mask_rows, mask_bits)
-        values, ids = best(logits)
-        usable = torch.isfinite(values)
-        ids.masked_fill_(~usable, 0)
-        self._draw(logits, slots, positions, usable.numpy(), ids)
-        drawn = ids.numpy()
+        usable, drawn = self._choose(logits, self._parameters(slots, positions))
         if skips:
             self._commit(np.delete(slots, list(skips)), np.delete(drawn, list(skips)))
         else:
             self._commit(slots, drawn)
-        results.status[:count] = ~usable.numpy()
+        results.status[:count] = ~usable
         results.ids[:count] = drawn
         if raw is not None:
-            self._report(raw, reporting, slots, ids, results)
+            self._report(raw, reporting, slots, torch.from_numpy(drawn), results)
 
     def _forget(self, slot: int) -> None:
         """What an overrun step of the slot's last request left must not reach the next one."""
@@ -154,24 +157,15 @@ class Sampler:
             if not bool(torch.isneginf(without_stops.max())):
                 logits[row] = without_stops
 
-    def _draw(self, logits: Tensor, slots: I32, positions: I32, usable: NDArray[np.bool_], ids: Tensor) -> None:
-        """Replace the best ids of rows that are not greedy by drawn ones."""
-        rows = np.flatnonzero((self._floats[slots, _FLOAT["temperature"]] > 0) & usable)
-        if not len(rows):
-            return
-        drawing = slots[rows]
-        everyone = len(rows) == len(slots)
-        at = torch.from_numpy(rows)
-        floats = torch.from_numpy(self._floats[drawing])
-        drawn = draw(
-            logits if everyone else logits[at],
-            uniform(self._seeds[drawing], positions[rows]),
-            floats[:, _FLOAT["temperature"]],
-            torch.from_numpy(self._ints[drawing, _INT["top_k"]].astype(np.int64)),
-            floats[:, _FLOAT["top_p"]],
-            floats[:, _FLOAT["min_p"]],
-        )
-        ids[at] = drawn
+    def _parameters(self, slots: I32, positions: I32) -> NDArray[np.float64]:
+        floats, parameters = self._floats[slots], np.zeros((len(slots), PARAMETERS))
+        drawing = np.flatnonzero(floats[:, _FLOAT["temperature"]] > 0)
+        if len(drawing):
+            parameters[drawing, UNIFORM] = uniform(self._seeds[slots[drawing]], positions[drawing])
+            parameters[drawing, TEMPERATURE] = floats[drawing, _FLOAT["temperature"]]
+        parameters[:, TOP_K] = self._ints[slots, _INT["top_k"]]
+        parameters[:, TOP_P], parameters[:, MIN_P] = floats[:, _FLOAT["top_p"]], floats[:, _FLOAT["min_p"]]
+        return parameters
 
     def _commit(self, slots: I32, drawn: NDArray[np.int64]) -> None:
         self.future_tokens[slots] = drawn

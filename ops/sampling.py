@@ -1,5 +1,5 @@
 """From logits to ids: pure functions over whole batches, torch reference.
-On a GPU: `ops.triton.argmax`, `penalties`, `draw` and `logprobs`.
+On a GPU: `ops.triton.argmax`, `penalties`, `draw` and `logprobs`; `choose` on a CPU: `ops.simd.draws`.
 
 What applies in which order: penalties on the model's logits, then the request's biases, then what must not be drawn
 (masks, stop ids below `min_tokens`), then temperature, top-k, top-p over what top-k left, min-p. Filters are thresholds
@@ -11,7 +11,7 @@ the row of logits; no row sees another.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor
 
 BLOCK: Final = 64
 """Ids per block in two-level searches: one vectorized pass over the logits instead of a scan (6 µs against 42)."""
+UNIFORM, TEMPERATURE, TOP_K, TOP_P, MIN_P = range(5)
+"""Columns of a row's parameters: those of `draw`, but that a temperature of 0 is greedy."""
+PARAMETERS: Final = 5
 _BUCKETS: Final = 512
 _ALMOST_ONE: Final = 1 - 2**-40
 
@@ -41,6 +44,28 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+class Choose(Protocol):
+    """The choice of a step's ids."""
+
+    def __call__(self, logits: Tensor, parameters: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """`logits` float32 `[rows, vocab]`, may be overwritten; `parameters` float64 `[rows, 5]` → which rows are
+        usable, and an id of each, 0 where it is not."""
+
+
+def choose(logits: Tensor, parameters: NDArray[np.float64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """A `Choose`."""
+    values, ids = best(logits)
+    usable = torch.isfinite(values)
+    ids.masked_fill_(~usable, 0)
+    rows = np.flatnonzero((parameters[:, TEMPERATURE] > 0) & usable.numpy())
+    if len(rows):
+        at, of = torch.from_numpy(rows), torch.from_numpy(parameters[rows])
+        filters = of[:, TOP_K].long(), of[:, TOP_P].float(), of[:, MIN_P].float()
+        drawing = logits if len(rows) == len(logits) else logits[at]
+        ids[at] = draw(drawing, of[:, UNIFORM], of[:, TEMPERATURE].float(), *filters)
+    return usable.numpy(), ids.numpy()
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:

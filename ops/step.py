@@ -54,7 +54,7 @@ class StepRunner:
     """A CPU's `Runner`."""
 
     def __init__(
-        self, model: Model, pools: list[KvPool], sampler: Sampler, host: Copier | None, streams: Streams
+        self, model: Model, pools: list[KvPool], sampler: Sampler, host: Sequence[Copier], streams: Streams
     ) -> None:
         self._model = model
         self._pools = pools

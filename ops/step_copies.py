@@ -10,7 +10,7 @@ end    `Copier` keeps what a copy needs until its stream has done it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -48,12 +48,13 @@ class StepCopies:
     """Gives copies to their streams."""
 
     def __init__(
-        self, pools: list[KvPool], places: Mapping[int, tuple[int, int]], copier: Copier | None, streams: Streams
+        self, pools: list[KvPool], places: Mapping[int, tuple[int, int]], copiers: Sequence[Copier], streams: Streams
     ) -> None:
-        """`places`: layer of the model → its pool, and its index there."""
+        """`places`: layer of the model → its pool, and its index there. `copiers`: of each pool; none without a host
+        pool."""
         self._pools = pools
         self._places = places
-        self._copier = copier
+        self._copiers = copiers
         self._streams = streams
 
     def load(self, batch: ForwardBatch, spent: CopyTime) -> dict[int, Event]:
@@ -61,10 +62,10 @@ class StepCopies:
         there is no host pool."""
         loads = {}
         for group in np.unique(batch.load_group).tolist():
-            if self._copier is None:
+            if not self._copiers:
                 raise BadBatch("the batch loads host pages, but this worker has no host pool")
             here = batch.load_group == group
-            loads[group] = self._copier.load(self._pools[group], batch.load_host[here], batch.load_device[here])
+            loads[group] = self._copiers[group].load(self._pools[group], batch.load_host[here], batch.load_device[here])
         arrivals = {}
         stream = self._streams.load
         for layer, (group, index) in sorted(self._places.items()) if loads else ():
@@ -76,10 +77,10 @@ class StepCopies:
 
     def back_up(self, command: Backup) -> BackedUp:
         """Copy device pages to host pages. Raises ValueError without a host pool, IndexError as the copier does."""
-        if self._copier is None:
+        if not self._copiers:
             raise ValueError("a backup was asked for, but this worker has no host pool")
         pool, pages = self._pools[command.group], (command.device_pages, command.host_pages)
-        work = self._copier.back_up(pool, *pages)
+        work = self._copiers[command.group].back_up(pool, *pages)
         backup = self._streams.backup
         backup.wait(self._streams.compute.record())
         backup.uses(partial(accesses.backup, command.transfer, command.group, pool, *pages))

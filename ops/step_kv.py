@@ -37,7 +37,7 @@ class StepKv:
         """`places`: layer of the model → its pool, and its index there. Raises ValueError where the page table lacks a
         page that the batch uses."""
         self.batch = batch
-        self._pools = pools
+        self.pools = pools
         self._places = places
         self._arrivals = arrivals
         self._compute = compute
@@ -52,7 +52,7 @@ class StepKv:
     def place(self, layer: int) -> tuple[KvPool, int]:
         """The layer's pool, and its index there."""
         group, index = self._places[layer]
-        return self._pools[group], index
+        return self.pools[group], index
 
     def bring(self, layer: int) -> tuple[KvPool, int]:
         """Wait for what the layer's pages get from the host → its pool, and its index there."""

@@ -57,6 +57,16 @@ class GroupShape(msgspec.Struct, frozen=True):
     head_dim: int
 
 
+class HostArea(msgspec.Struct, frozen=True):
+    """Where the pages of one group are in the host pool."""
+
+    offset: int
+    """Bytes from its start."""
+    slot_bytes: int
+    """From page to page."""
+    pages: int
+
+
 class RingGeometry(msgspec.Struct, frozen=True):
     """Sizes of the ring; both sides derive every offset from them."""
 
@@ -111,7 +121,10 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     ring: RingGeometry
     groups: list[GroupShape]
     host_slot_bytes: int = 0
-    """Stride of a page in the host pool, 0 without one (its memfd is passed at spawn)."""
+    """Stride of a full group's page in the host pool, which begins with them; 0 without one (its memfd is passed at
+    spawn)."""
+    window_areas: list[HostArea] = []
+    """Where the window groups have theirs, in their order."""
     kernels: str = "torch"
     """"compiled" (`ops.simd`), "torch" or "triton" (`ops.cuda`): who computes the layers. Pages of one are no other's:
     the first lays bytes out in its own way, and each rounds differently."""
@@ -119,6 +132,9 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     """"cuda", only with "triton"; or "cpu"."""
     kernel_cache: str = ""
     """Folder of compiled code; empty: none is kept."""
+    dot: str = ""
+    """How this CPU multiplies bfloat16 by what the pages say (`ops.dot`): the worker refuses to do it otherwise. Empty:
+    however it does."""
 
 
 class MakePools(msgspec.Struct, tag="pools", frozen=True):

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.kvcache.cache import Holding, Repointed
+from headrace.kvcache.holding import Holding, Repointed
 from headrace.ops.wire import I32, Counts, ForwardBatch, batch_bytes
 from headrace.sched.messages import MAX_LOGIT_BIASES, SamplingParams
 from headrace.sched.request import Request, SlotTable
@@ -42,6 +42,16 @@ class Chunk:
         return max(0, self.wants_to - self.wants_from)
 
 
+class WindowEdit(NamedTuple):
+    """Pages of a window group that a request which computes a chunk reads and writes from now on."""
+
+    request: Request
+    group: int
+    first: int
+    """In the request's page table."""
+    pages: I32
+
+
 class Moved(NamedTuple):
     """Duplicates of a request that it gave back: its slot's table shows other pages instead."""
 
@@ -56,7 +66,10 @@ class ScheduleBatch:
     Sizes are kept as it grows, so that asking whether one more request fits costs the same for the hundredth.
     """
 
-    __slots__ = ("_counts", "chunks", "decode", "entered", "grown", "grown_pages", "inits", "moved", "prefill_pairs")
+    __slots__ = (
+        *("_counts", "chunks", "decode", "entered", "grown", "grown_pages", "inits", "moved", "prefill_pairs"),
+        "window_edits",
+    )
 
     def __init__(
         self, decode: NDArray[np.int64], grown: NDArray[np.int64], grown_pages: I32, moved: Sequence[Moved] = ()
@@ -66,10 +79,11 @@ class ScheduleBatch:
         self.grown = grown
         """Decoding slots that got one more page ..."""
         self.grown_pages = grown_pages
-        """... namely [groups, grown]."""
+        """... of every group, namely [groups, grown]."""
         self.moved = moved
         """Pages that slots read elsewhere from now on."""
         self.chunks: list[Chunk] = []
+        self.window_edits: list[WindowEdit] = []
         self.entered: list[Request] = []
         """Requests that got a slot in this step; each also has a chunk."""
         self.inits: list[SamplerIds] = []
@@ -89,22 +103,22 @@ class ScheduleBatch:
     def prefill_tokens(self) -> int:
         return self._counts.tokens - len(self.decode)
 
-    def add(self, chunk: Chunk, max_bytes: int, enters: Holding | None = None, pages: int = 0) -> bool:
+    def add(self, chunk: Chunk, max_bytes: int, enters: Holding | None = None, edits: int = 0, loads: int = 0) -> bool:
         """Add a chunk; False if there is no room. `enters`: the holding of a request that gets its slot in this step,
-        which will have `pages` pages then."""
-        have, request, groups = self._counts, chunk.request, self.grown_pages.shape[0]
+        which loads so many pages; `edits`: of its page tables."""
+        have, request = self._counts, chunk.request
         init = sampler_ids(request) if enters is not None else None
         counts = Counts(
             tokens=have.tokens + chunk.tokens,
             rows=have.rows + 1,
             decode_rows=have.decode_rows,
             samples=have.samples + chunk.samples,
-            table_edits=have.table_edits + groups * pages,
+            table_edits=have.table_edits + edits,
             slot_inits=have.slot_inits + (init is not None),
             init_ids=have.init_ids + (sum(map(len, init)) if init else 0),
             init_biases=have.init_biases + (len(request.submit.sampling.logit_bias) if init else 0),
             wants=have.wants + chunk.wants,
-            loads=have.loads + (enters.host.size if enters is not None else 0),
+            loads=have.loads + loads,
         )
         if batch_bytes(counts) > max_bytes:
             return False
@@ -185,12 +199,18 @@ def _encode_loads(out: ForwardBatch, batch: ScheduleBatch) -> None:
             out.load_host[at:end] = host
             out.load_device[at:end] = holding.pages[group, holding.device_pages : holding.matched_pages]
             at = end
+        for group, window in enumerate(holding.windows, len(holding.host)):
+            end = at + len(window.host)
+            out.load_group[at:end] = group
+            out.load_host[at:end] = window.host
+            out.load_device[at:end] = window.pages[window.lacking]
+            at = end
 
 
 def _encode_edits(out: ForwardBatch, batch: ScheduleBatch, table: SlotTable, page_tokens: int) -> None:
     at = 0
     for group in range(batch.grown_pages.shape[0]):
-        for moved in batch.moved:
+        for moved in (moved for moved in batch.moved if group < len(moved.places.pages)):
             end = at + len(moved.places.indices)
             out.edit_group[at:end] = group
             out.edit_slot[at:end] = moved.slot
@@ -205,6 +225,8 @@ def _encode_edits(out: ForwardBatch, batch: ScheduleBatch, table: SlotTable, pag
         at = end
         for request in batch.entered:
             assert request.holding is not None
+            if group >= len(request.holding.pages):
+                continue
             count = request.holding.count
             end = at + count
             out.edit_group[at:end] = group
@@ -212,6 +234,13 @@ def _encode_edits(out: ForwardBatch, batch: ScheduleBatch, table: SlotTable, pag
             out.edit_index[at:end] = np.arange(count)
             out.edit_page[at:end] = request.holding.pages[group, :count]
             at = end
+    for request, group, first, pages in batch.window_edits:
+        end = at + len(pages)
+        out.edit_group[at:end] = group
+        out.edit_slot[at:end] = request.slot
+        out.edit_index[at:end] = np.arange(first, first + len(pages))
+        out.edit_page[at:end] = pages
+        at = end
 
 
 def _encode_inits(out: ForwardBatch, batch: ScheduleBatch) -> None:

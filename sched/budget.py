@@ -22,6 +22,8 @@ ALONE_STEP_MS: Final = 500.0
 """The same while nothing decodes: only a newcomer waits, and a larger chunk reads the weights less often."""
 FIXED_BUDGET_TOKENS: Final = 2048
 """Prefill tokens a step where nothing was measured."""
+GUESSED_TOKEN_MS: Final = 1.0
+"""Of a prefill token, where nothing was measured and none has been computed."""
 LONG_STEP_MS: Final = 20.0
 """Past this a step is launched shortly before its predecessor ends, so that arrivals need not wait a whole one more."""
 LAUNCH_LEAD_MS: Final = 3.0
@@ -38,13 +40,19 @@ CAUTION_STEP: Final = 0.2
 """Five retractions in a row, and admission reserves all that the running may still produce."""
 CAUTION_KEPT: Final = 0.9
 """Of it, from one ended request to the next: after seven it is half."""
+SLOW_SHARE: Final = 0.02
+"""Of the mixed steps, one in so many may take longer than a target that was asked for."""
 _SMOOTHING: Final = 0.1
+_SLOW_SMOOTHING: Final = 0.05
 
 
 class CostModel:
     """Predicted ms of a step: `base + row x decode rows + token x prefill tokens + pair x (prefill tokens x context)`.
 
-    The last term is attention. Two factors, for plain decode and for mixed steps, follow what is observed.
+    The last term is attention. Factors follow what is observed: the mean for plain decode and for mixed steps, and for
+    mixed steps also what only `SLOW_SHARE` of them exceed. That one climbs by a twentieth with every step that does and
+    sinks by a thousandth with every other (Robbins and Monro, "A stochastic approximation method", 1951), so that it
+    rests where the two cancel.
     """
 
     def __init__(self, costs: Sequence[StepCost]) -> None:
@@ -57,15 +65,20 @@ class CostModel:
         prefill = [cost for cost in costs if cost.prefill_tokens]
         fresh = [cost for cost in prefill if cost.context_tokens <= cost.prefill_tokens]
         self.token_ms = max((self._rest(cost) / cost.prefill_tokens for cost in fresh[-1:]), default=0.0)
+        if not self.measured:
+            self.token_ms = GUESSED_TOKEN_MS
+        self._guessed = not self.measured
         deep = max(prefill, key=lambda cost: cost.context_tokens, default=None)
         self.pair_ms = 0.0
         if deep is not None and deep.context_tokens > deep.prefill_tokens:
             attention_ms = self._rest(deep) - self.token_ms * deep.prefill_tokens
             self.pair_ms = max(0.0, attention_ms / (deep.prefill_tokens * deep.context_tokens))
-        self._decode_factor = self._mixed_factor = 1.0
+        self._decode_factor = self._mixed_factor = self._slow_factor = 1.0
 
     def predict_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:
         """`prefill_pairs`: the sum over chunks of tokens x context."""
+        if not self.measured:
+            return 0.0
         factor = self._mixed_factor if prefill_tokens else self._decode_factor
         return factor * self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
 
@@ -82,6 +95,9 @@ class CostModel:
 
     def observe(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int, step_ms: float) -> None:
         """A step took `step_ms` on the device."""
+        if not self.measured:
+            self._learn(prefill_tokens, step_ms)
+            return
         raw_ms = self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
         if raw_ms <= 0.0:
             return
@@ -89,18 +105,31 @@ class CostModel:
         ratio = min(4.0, max(0.25, step_ms / raw_ms))
         if prefill_tokens:
             self._mixed_factor += _SMOOTHING * (ratio - self._mixed_factor)
+            exceeded = ratio > self._slow_factor
+            self._slow_factor *= 1 + _SLOW_SMOOTHING * ((1 - SLOW_SHARE) if exceeded else -SLOW_SHARE)
         else:
             self._decode_factor += _SMOOTHING * (ratio - self._decode_factor)
 
-    def budget(self, decode_rows: int, target_ms: float, most_tokens: int, least_tokens: int) -> StepBudget:
+    def _learn(self, prefill_tokens: int, step_ms: float) -> None:
+        """Without a warm-up: what a token takes, by the steps there are, so that waiting for storage can be weighed."""
+        if prefill_tokens:
+            share = 1.0 if self._guessed else _SMOOTHING
+            self.token_ms += share * (step_ms / prefill_tokens - self.token_ms)
+            self._guessed = False
+
+    def budget(
+        self, decode_rows: int, target_ms: float, most_tokens: int, least_tokens: int, promised: bool = False
+    ) -> StepBudget:
         """What a step beside these decode rows may hold so that it takes `target_ms`, or `ALONE_STEP_MS` without any.
 
-        `least_tokens` may be computed whatever they take, so that prompts go on however long a decode step is.
+        On the mean; of `promised` steps all but `SLOW_SHARE` take no longer. `least_tokens` may be computed whatever
+        they take, so that prompts go on however long a decode step is.
         """
         if not self.measured:
             return StepBudget(min(most_tokens, FIXED_BUDGET_TOKENS))
         step_ms = target_ms if decode_rows else max(target_ms, ALONE_STEP_MS)
-        room_ms = step_ms / self._mixed_factor - self.base_ms - self.row_ms * decode_rows
+        factor = max(self._mixed_factor, self._slow_factor) if promised and decode_rows else self._mixed_factor
+        room_ms = step_ms / factor - self.base_ms - self.row_ms * decode_rows
         return StepBudget(most_tokens, room_ms, self.token_ms, self.pair_ms, least_tokens)
 
     def _raw_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:

@@ -17,12 +17,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace.kvcache.cache import Cleared, KvCache
+from headrace.kvcache.cache import KvCache
 from headrace.kvcache.events import KvEvents
+from headrace.kvcache.holding import Cleared
 from headrace.kvcache.identity import PageHash, PrefixKey
-from headrace.kvcache.read_ahead import group_keys
 from headrace.kvcache.storage.client import StorageClient
+from headrace.kvcache.storage.keys import group_keys
 from headrace.kvcache.storage.protocol import MAX_KEYS_PER_MESSAGE, Deleted
 from headrace.ops.wire import I32
 from headrace.sched.messages import Overloaded
@@ -141,7 +143,9 @@ class CacheControl:
             if stored <= held.indexed:
                 # What storage lacks at the beginning may be above: a prefetch asks from the first missing page on.
                 follows += await self._stored(hashes[held.indexed :])
-        cached = max(stored, follows)
+            cached = max(stored, follows)
+            if self._cache.windows is not None:
+                cached = self._cache.usable_with(key, await self._stored_windows(hashes), cached)
         return Lookup(*(pages * page_tokens for pages in (held.device, held.host, stored, cached)))
 
     async def warm(self, ids: I32, salt: str, limit_s: float) -> Warmed:
@@ -203,7 +207,7 @@ class CacheControl:
         key, cache = self._key(ids, salt), self._cache
         if len(self._pins) >= MAX_PINS:
             raise PinRefused(f"there are {MAX_PINS} pins, which is all that may be: unpin one, or let one expire")
-        pages = cache.held(key).indexed
+        pages = cache.held(key).usable
         if not pages:
             raise PinRefused(
                 "neither device nor host has a whole page of this prompt: send it as a request, or bring it from "
@@ -216,7 +220,12 @@ class CacheControl:
                 "so that the longest request can still run: unpin others, pin a shorter prefix, or give the server a "
                 "larger pool (--max-total-tokens, --hicache-size)"
             )
-        number, pages = cache.pins.pin(key)
+        if cache.windows is not None and not cache.windows.can_pin(pages):
+            raise PinRefused(
+                f"the prompt has {pages} cached pages, and the layers that look at a window have no room for one more "
+                "pinned window beside those of running requests; unpin some, or give --max-total-tokens more"
+            )
+        number, pages = cache.pins.pin(key, pages)
         id = f"pin-{number}"
         timer = asyncio.get_running_loop().call_later(ttl_s, self.unpin, id)
         self._pins[id] = _Pinned(number, timer)
@@ -268,10 +277,10 @@ class CacheControl:
         return True
 
     async def _stored(self, hashes: list[bytes]) -> int:
-        """How many of these pages storage has, in every layer group, from the first on."""
+        """How many of these pages storage has, in every full group, from the first on."""
         if self._storage is None or not hashes:
             return 0
-        asked, groups = hashes[:MAX_KEYS_PER_MESSAGE], len(self._cache.layout.groups)
+        asked, groups = hashes[:MAX_KEYS_PER_MESSAGE], self._cache.layout.full_groups
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         found: list[int] = []
 
@@ -283,3 +292,28 @@ class CacheControl:
         for group in range(groups):
             self._storage.lookup(group, group_keys(asked, group), one)
         return await answer
+
+    async def _stored_windows(self, hashes: list[bytes]) -> list[NDArray[np.bool_]]:
+        """Which of these pages storage has, of each window group: bool [pages]."""
+        layout, loop = self._cache.layout, asyncio.get_running_loop()
+        found: list[NDArray[np.bool_]] = []
+        for group in range(layout.full_groups, len(layout.groups)):
+            there = np.zeros(len(hashes), np.bool_)
+            if self._storage is not None and hashes:
+                answer: asyncio.Future[bytes] = loop.create_future()
+                keys = group_keys(hashes[:MAX_KEYS_PER_MESSAGE], group)
+                self._storage.lookup_each(group, keys, _sets(answer))
+                told = await answer
+                there[: len(told)] = np.frombuffer(told, np.bool_)
+            found.append(there)
+        return found
+
+
+def _sets(answer: asyncio.Future[bytes]) -> Callable[[bytes], None]:
+    """Who asked may have gone meanwhile."""
+
+    def done(there: bytes) -> None:
+        if not answer.done():
+            answer.set_result(there)
+
+    return done

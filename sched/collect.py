@@ -71,7 +71,7 @@ def remember(batch: ScheduleBatch, table: SlotTable, step: int, ring_slot: int, 
         prefill_tokens=batch.prefill_tokens,
         prefill_pairs=batch.prefill_pairs,
         launched_s=now_s,
-        loading=[request for request in batch.entered if request.holding is not None and request.holding.host.size],
+        loading=[request for request in batch.entered if request.holding is not None and request.holding.num_loads],
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.kvcache.cache import KvCache
+from headrace.kvcache.host import Copy
 from headrace.ops.wire import Backup, BackupDone
 from headrace.sched.budget import CopyPace
 
@@ -46,10 +47,17 @@ class CopyStage:
         copy = self._cache.next_copy()
         if copy is None:
             return False
-        self._copies[copy.transfer] = _UnderWay(len(copy.device), copy.device.shape[1])
-        for group, (device, host) in enumerate(zip(copy.device, copy.host)):
+        self._copies[copy.transfer] = _UnderWay(len(copy.device), self._size_of(copy))
+        for group, (device, host) in enumerate(zip(copy.device, copy.host), copy.first_group):
             self._send(Backup(copy.transfer, group, device.tolist(), host.tolist()))
         return True
+
+    def _size_of(self, copy: Copy) -> int:
+        """In pages of every full group, which is how the pace counts."""
+        layout, pages = self._cache.layout, int(copy.device.shape[1])
+        if not copy.first_group:
+            return pages
+        return max(1, pages * layout.page_bytes(copy.first_group) // self._cache.page_bytes)
 
     def made(self, done: BackupDone) -> None:
         """A group's part of a copy has been made."""

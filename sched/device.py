@@ -173,7 +173,8 @@ class Device:
                     self.phase, self.message = "loading", progress.phase
                     self.progress = progress.done / max(progress.total, 1)
                 case Loaded():
-                    self.phase, self.message, self.progress = "warming", "measuring a few steps", 0.0
+                    measured = "measuring a few steps" if self._pools.warm_up_tokens else "making room for KV"
+                    self.phase, self.message, self.progress = "warming", measured, 0.0
                     self.send(self._pools)
                 case Ready() as ready:
                     self.ready = ready

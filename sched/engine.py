@@ -97,6 +97,7 @@ class Engine:
             options.host_pages,
             options.write_policy,
             options.page_hash,
+            options.window_host_pages,
         )
         self._scheduler = Scheduler(
             self._cache,
@@ -309,6 +310,7 @@ class Engine:
             device_restarts=device.restarts,
             step_failures=device.step_failures,
             integrity_alarms=self._idle_check.alarms,
+            window_groups=cache.windows,
             late_masks=self._sampling.late_masks,
             grammar_worker_restarts=self._matchers.restarts,
         )
@@ -518,8 +520,8 @@ class Engine:
         if options.prefill_tokens and not options.target_itl_ms:
             return StepBudget(min(options.prefill_tokens, options.max_chunk_tokens))
         most_tokens = min(options.prefill_tokens or options.max_chunk_tokens, options.max_chunk_tokens)
-        target_ms = options.target_itl_ms or TARGET_STEP_MS
-        return self._costs.budget(decode_rows, target_ms, most_tokens, options.layout.page_tokens)
+        asked_ms, least = options.target_itl_ms, options.layout.page_tokens
+        return self._costs.budget(decode_rows, asked_ms or TARGET_STEP_MS, most_tokens, least, asked_ms > 0)
 
     # ------------------------------------------------------------------------------------------------------------
     # Ends

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kvcache.holding import WindowStats
 from headrace.ops.wire import F32, I32
 from headrace.sched.grammar import Grammar
 
@@ -252,6 +253,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     late_masks: int
     """Rows that were computed once more because their mask was late."""
     grammar_worker_restarts: int
+    window_groups: list[WindowStats] = []
+    """Pages of the layers that look at a window only; `pages_*` and `host_pages_*` are the others'."""
 
 
 class Flushed(msgspec.Struct, frozen=True):

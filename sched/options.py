@@ -39,7 +39,9 @@ class EngineOptions(msgspec.Struct, frozen=True):
     """Secret under which salts are hashed."""
     page_hash: PageHash = "xxh3"
     host_pages: int = 0
-    """Pages of the host tier, all groups together; 0 for none."""
+    """Pages of the host tier, all full groups together; 0 for none."""
+    window_host_pages: list[int] = []
+    """The same of each window group."""
     write_policy: WritePolicy = "write_through"
     max_copy_bytes: int = MAX_COPY_BYTES
     """Of one copy to the host; one goes behind each step."""

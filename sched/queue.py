@@ -43,8 +43,6 @@ ROTA: Final = 8
 """Of them, whether their turn has come or not: with 1024 waiting each is looked at every 128 steps."""
 DFS_MOST: Final = 256
 """Requests, those that came first, that `dfs-weight` puts in order: 1 ms. The others follow as they came."""
-GUESSED_TOKEN_MS: Final = 1.0
-"""Of prefill, where nothing was measured."""
 
 
 class WaitingQueue:
@@ -189,7 +187,7 @@ class WaitingQueue:
 
     def _compute_ms(self, request: Request, matched: int) -> float:
         tokens = len(request.ids) - matched
-        return self._prefill_ms(tokens, matched) or tokens * GUESSED_TOKEN_MS
+        return self._prefill_ms(tokens, matched)
 
     def _order_by_branches(self) -> None:
         """`dfs-weight` for the requests that came first, as often as costs what looking at `ROTA` requests does."""

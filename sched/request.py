@@ -26,7 +26,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.kvcache.cache import Holding
+from headrace.kvcache.holding import Holding
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.prefetch import Prefetch
 from headrace.ops.wire import I32

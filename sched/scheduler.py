@@ -26,16 +26,18 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.kvcache.cache import Holding, KvCache
+from headrace.kvcache.cache import KvCache
+from headrace.kvcache.holding import Holding
 from headrace.kvcache.pool import Fence
 from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
 from headrace.sched.batch import Chunk, Moved, ScheduleBatch
-from headrace.sched.budget import OutputForecast, StepBudget
+from headrace.sched.budget import GUESSED_TOKEN_MS, OutputForecast, StepBudget
 from headrace.sched.messages import WaitedFor
 from headrace.sched.policies import SchedulePolicy
 from headrace.sched.queue import WaitingQueue
 from headrace.sched.request import Request, SlotTable, Stage
+from headrace.sched.window_pages import WindowPages
 
 BudgetFor: TypeAlias = Callable[[int], StepBudget]
 """Decode rows → what the step may hold beside them."""
@@ -56,7 +58,7 @@ class Scheduler:
         geometry: RingGeometry,
         max_context_tokens: int,
         conservativeness: float,
-        prefill_ms: PrefillMs = lambda tokens, context: 0.0,
+        prefill_ms: PrefillMs = lambda tokens, context: tokens * GUESSED_TOKEN_MS,
         policy: SchedulePolicy = "fcfs",
         preempt_above: int | None = None,
         seed: int = 0,
@@ -70,8 +72,9 @@ class Scheduler:
         self.retracted: list[Request] = []
         self.retractions = 0
         self.computed_tokens = 0
+        self._windows = None if cache.windows is None else WindowPages(cache.windows, cache.layout, self.table)
         self._geometry = geometry
-        self._page_tokens = cache.layout.page_tokens
+        self._page_tokens, self._full_groups = cache.layout.page_tokens, cache.layout.full_groups
         self._forecast = OutputForecast(conservativeness)
         self._prefill_ms = prefill_ms
         self._preempt_above = preempt_above
@@ -164,6 +167,8 @@ class Scheduler:
                 request.stage = Stage.DECODE
                 self.prefilling.remove(request)
                 self._forget_filling(request, request.filling_to)
+        if self._windows is not None:
+            self._windows.launched(batch, step)
 
     def skip(self, slots: NDArray[np.int64]) -> None:
         """The decoding rows of these slots in the step launched last are not sampled, for want of their masks: the
@@ -238,6 +243,8 @@ class Scheduler:
             request.order for request in self.prefilling
         )
         assert self.prefilling or not self._filling, "pages are promised by nobody"
+        if self._windows is not None:
+            self._windows.check()
 
     def _decode(self, stuck: list[Request]) -> ScheduleBatch:
         """One row for every decoding request that has a page for it, retracting others where none is left."""
@@ -246,13 +253,13 @@ class Scheduler:
         while True:
             ready = np.flatnonzero(table.can_decode)
             full = ready[table.computed[ready] == table.held[ready]]
-            pages = self.cache.take(len(full))
+            pages = self.cache.take_for_rows(len(full))
             if pages is not None:
                 break
             if self.cache.available_pages >= len(full):
                 # Enough are on their way back behind a fence: those rows sit out a step, nobody is retracted.
                 ready, full = np.setdiff1d(ready, full), full[:0]
-                pages = self.cache.take(0)
+                pages = self.cache.take_for_rows(0)
                 break
             victim = max(self._with_pages(), key=lambda request: request.rank)
             if self.cache.stats().holdings == 1:
@@ -266,7 +273,7 @@ class Scheduler:
         for i, slot in enumerate(full.tolist()):
             request = table.requests[slot]
             assert request is not None and request.holding is not None
-            self.cache.append(request.holding, pages[:, i : i + 1])
+            self.cache.append_row(request.holding, pages[:, i : i + 1])
         table.held[full] += self._page_tokens
         return ScheduleBatch(ready, full, pages, self._moved)
 
@@ -305,7 +312,8 @@ class Scheduler:
         # What it matches is not room for it: with that leased, the sums are those of its admission.
         holding = self._open(urgent)
         missing, room = cache.layout.pages(len(urgent.ids)) - holding.count, cache.available_pages
-        fits = slots > 0 and missing + self._reserve(urgent) <= room
+        windows = self._windows
+        fits = slots > 0 and missing + self._reserve(urgent) <= room and (windows is None or windows.admits(holding))
         for request in sorted(self._with_pages(), key=lambda request: request.rank, reverse=True):
             if fits or not self._outranks(urgent, request):
                 break
@@ -313,6 +321,7 @@ class Scheduler:
             leaving.append(request)
             slots, room = slots + 1, room + cache.returned_by(request.holding)
             fits = missing + self._reserve(urgent, leaving) <= room
+            fits = fits and (windows is None or windows.admits(holding, leaving))
         cache.close(holding, Fence())
         if fits:
             for request in leaving:
@@ -355,8 +364,11 @@ class Scheduler:
         if self._waits_for_storage(request):
             return "storage"
         holding = self._open(request)
-        missing = needed - holding.count
+        missing, windows = needed - holding.count, self._windows
         pages = cache.take(missing) if missing + self._reserve(request) <= cache.available_pages else None
+        if windows is not None and pages is not None and not (windows.admits(holding) and windows.can_begin(holding)):
+            cache.append(holding, pages)
+            pages = None
         if pages is None:
             cache.close(holding, Fence())
             return "pages"
@@ -366,6 +378,8 @@ class Scheduler:
             cache.close(holding, Fence())
             return "budget"
         cache.load(holding, pages, step)
+        if windows is not None:
+            windows.grow(batch, request, holding, batch.chunks[-1].end, enters=True)
         self.waiting.remove(request)
         self._enter(request, holding)
         return ""
@@ -375,8 +389,9 @@ class Scheduler:
         holding = self._open(request)
         missing = self.cache.layout.pages(len(request.ids)) - holding.count
         room = self.cache.available_pages - self._reserve(request)
+        fits = missing <= room and (self._windows is None or self._windows.admits(holding))
         self.cache.close(holding, Fence())
-        return bool(missing <= room)
+        return bool(fits)
 
     def _open(self, request: Request) -> Holding:
         return self.cache.open(request.key, request.limit_tokens, request.compute_from)
@@ -415,7 +430,10 @@ class Scheduler:
             start, known = enters.matched_pages * self._page_tokens, len(request.ids)
         else:
             start, known = int(self.table.computed[request.slot]), int(self.table.known[request.slot])
-        end = min(known, start + budget.tokens(start))
+        end, windows, holding = min(known, start + budget.tokens(start)), self._windows, enters or request.holding
+        assert holding is not None
+        if windows is not None:
+            end = windows.reach(holding, end)
         if request.compute_from is not None:
             end = min(end, start + self._geometry.max_wants - batch.counts.wants)
         if end <= start:
@@ -428,8 +446,14 @@ class Scheduler:
             wants_from=max(request.prompt_logprobs_from, start + 1),
             wants_to=min(request.prompt_tokens, end + 1),
         )
-        if not batch.add(chunk, self._geometry.max_batch_bytes, enters, pages):
+        edits = self._full_groups * pages
+        if windows is not None:
+            edits += windows.edits(holding, end, enters is not None)
+        loads = 0 if enters is None else enters.num_loads
+        if not batch.add(chunk, self._geometry.max_batch_bytes, enters, edits, loads):
             return False
+        if windows is not None and enters is None:
+            windows.grow(batch, request, holding, end, enters=False)
         budget.spend(chunk.tokens, start)
         return True
 

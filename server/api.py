@@ -30,6 +30,7 @@ from headrace.server.metrics import Metrics
 from headrace.server.openai_requests import GenerationFields, prefetch_policy
 from headrace.server.readiness import Readiness
 from headrace.server.sampling import Vocabulary
+from headrace.server.sampling_defaults import SamplingDefaults
 from headrace.server.structured_output import asked_grammar, checked_grammar
 from headrace.server.text import TextService
 from headrace.server.turns import Turns
@@ -53,6 +54,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int = 1 << 20
     priorities: Priorities = "ignored"
     """What a request's `priority` does."""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """What requests get that say nothing."""
     api_keys: tuple[str, ...] = ()
     admin_api_key: str | None = None
     request_timeout_s: float = 0.0

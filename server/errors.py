@@ -100,7 +100,9 @@ def forbidden(message: str, code: str) -> ApiError:
 
 
 def not_found(path: str) -> ApiError:
-    return ApiError(404, f"There is nothing at {path}.", kind="not_found_error", code="not_found")
+    return ApiError(
+        404, f"There is nothing at {path}. docs/api.md lists what there is.", kind="not_found_error", code="not_found"
+    )
 
 
 def model_not_found(model: str, served: str) -> ApiError:

@@ -24,11 +24,18 @@ MANUAL: Final[FlagTable] = {
         Flag(
             "model_path",
             "MODEL",
-            "A known model's name, fetched if need be, or the path of a GGUF file or a folder.",
+            "A known model's name, fetched if need be; the path of a GGUF file or a folder; or ORG/NAME[@REVISION] of "
+            "the Hugging Face Hub, fetched into its own cache (needs the extra hub).",
             ("--model",),
         ),
         Flag("served_model_name", "NAME", "What the API calls the model, beside `default`. Default: its own name."),
         Flag("chat_template", "FILE", "A Jinja chat template. Default: the model's own."),
+        Flag(
+            "sampling_defaults",
+            "WHICH",
+            "What requests get that leave out temperature, top_p, top_k, min_p or repetition_penalty: model is what "
+            "its makers wrote into generation_config.json; openai is 1, and everything else off.",
+        ),
         Flag("context_length", "TOKENS", "Longest prompt plus output. Default: the model's, or what memory holds."),
     ),
     "address and keys": (
@@ -188,6 +195,8 @@ examples:
 
 environment:
   HEADRACE_CACHE             folder of fetched models (default: headrace in XDG_CACHE_HOME or ~/.cache)
+  HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE
+                             as everywhere, for models of the Hugging Face Hub
   HEADRACE_API_KEY           as --api-key, hidden from other users of the machine
   HEADRACE_ADMIN_API_KEY     as --admin-api-key
 """
@@ -294,6 +303,7 @@ FOREIGN: Final[Mapping[str, str]] = {
     "--kv-offloading-size": "use --hicache-size GB.",
     "--uvicorn-log-level": "use --log-level LEVEL.",
     "--tokenizer": _OF_THE_FILE,
+    "--generation-config": "use --sampling-defaults model, which is the default, or openai.",
     "--trust-remote-code": "code from a model's folder is never run; leave the flag out.",
     # SGLang
     "--tp-size": _ONE_DEVICE,
@@ -308,7 +318,8 @@ FOREIGN: Final[Mapping[str, str]] = {
     "--random-seed": "a seed belongs to a request: `seed` in its body.",
     # llama-server
     "-m": "use --model-path MODEL.",
-    "-hf": "use --model-path with the name of a known model (`headrace models list`) or a file.",
+    "-hf": "use --model-path ORG/NAME for a model with safetensors, the path of a file for a GGUF.",
+    "--revision": "use --model-path ORG/NAME@REVISION.",
     "-a": "use --served-model-name NAME.",
     "--alias": "use --served-model-name NAME.",
     "-c": _CONTEXT,

@@ -59,6 +59,8 @@ class FolderVocabulary:
         missing = f"{folder.path!r} has no {TOKENIZER}. {_make_tokenizer(path)}"
         self._described = read_json(path / TOKENIZER, MAX_TOKENIZER_BYTES, missing)
         self._config = read_small(path / TOKENIZER_CONFIG)
+        if self._config.get("auto_map"):
+            raise BadTokenizer(f"its {TOKENIZER_CONFIG} names code of its own (auto_map), and none is ever executed")
         self._family = _family(self._described)
         self._added = _added_tokens(self._described)
         self.texts, self.types = _tokens(self._described, self._added, _vocab_size(folder))

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from headrace.ops.wire import U32
 from headrace.sched.grammar import BadGrammar, Grammar
+from headrace.server.gbnf import translate
 from headrace.server.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ too much, with these one of 3,500 is taken. 100,000 items are 5 ms a mask. The o
 mask, 20 ms to build a lexer."""
 _OPTIONS_KEY: Final = "x-guidance"
 """A schema may switch the package's own checks off with it."""
+_ONE_OF_HINT: Final = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""An option of the package's, for who compiles: what the one who sent the schema can do is another thing."""
 _MAX_ERROR_CHARS: Final = 300
 
 
@@ -135,7 +138,8 @@ def _definition(grammar: Grammar) -> str:
             case "regex":
                 return LLMatcher.grammar_from_regex(grammar.text)
             case "ebnf":
-                return grammar_from("ebnf", grammar.text)
+                kind, text = translate(grammar.text)
+                return LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
     except RecursionError:
         raise BadGrammar("it is nested too deeply") from None
     except ValueError as error:
@@ -164,7 +168,7 @@ def _without_options(part: dict[str, Any]) -> dict[str, Any]:
 def _short(message: str) -> str:
     """The first lines of the package's messages say what is wrong; then they repeat the grammar."""
     message = " ".join(message.replace("<non-verbose/>", "").split())
-    message = message.removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+    message = message.replace(_ONE_OF_HINT, "Send `anyOf`, which takes what matches one or more")
     if message.endswith("NoExtensionBias"):
         return "nothing matches it"
     return message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}…"

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from headrace.ops.dot import Dot, dot_of, kernel_has_tiles
 from headrace.server.card import Card
 
 _NO_LIMIT_BYTES: Final = 1 << 60
@@ -39,10 +40,13 @@ class Hardware(msgspec.Struct, frozen=True):
     """A GPU that a worker can use."""
     no_card: str = "it was not looked for"
     """Why there is none, and what to change."""
+    dot: Dot = "fma"
+    """And how the compiled kernels do."""
 
 
-def read_hardware(root: Path = Path("/"), affinity: int | None = None) -> Hardware:
-    """Look at the machine. `affinity`: cores of the affinity mask, by default this process's."""
+def read_hardware(root: Path = Path("/"), affinity: int | None = None, tiles: bool | None = None) -> Hardware:
+    """Look at the machine. `affinity`: cores of the affinity mask, by default this process's. `tiles`: whether the
+    kernel gives AMX to processes, by default this one."""
     memory = _meminfo(root)
     ram_bytes = memory["MemTotal"]
     # Kernels before 3.14 have no MemAvailable: what is free is a lower bound of it.
@@ -64,6 +68,7 @@ def read_hardware(root: Path = Path("/"), affinity: int | None = None) -> Hardwa
         available_bytes=available_bytes,
         limit_bytes=limit_bytes,
         bfloat16=bool(features & {"avx512_bf16", "amx_bf16", "bf16"}),
+        dot=dot_of(features, kernel_has_tiles() if tiles is None else tiles),
     )
 
 

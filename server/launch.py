@@ -44,19 +44,23 @@ from headrace.server.fingerprint import model_fingerprint
 from headrace.server.grammar_process import GrammarProcess
 from headrace.server.hardware import Hardware, read_hardware
 from headrace.server.host_pool import HostPool
+from headrace.server.hub import fetch_from_hub
 from headrace.server.lifecycle import CannotListen, LoadedText, bind, run_server
-from headrace.server.models import NotCached, about, fetch_model, resolve, shown_progress
+from headrace.server.models import NotCached, OnHub, about, fetch_model, hub_model, resolve
+from headrace.server.models_cli import shown_progress
 from headrace.server.salt_key import salt_key
+from headrace.server.sampling_defaults import SamplingDefaults, sampling_defaults
 from headrace.server.sizing import DoesNotFit, MemoryPlan, memory_table, plan_memory
 from headrace.server.step_log import StepLog
 from headrace.server.text import TextService
-from headrace.server.tiering import TierPlan, plan_tiers
+from headrace.server.tiering import TierPlan, check_tiers, plan_tiers
 from headrace.server.tokenizer import BadTokenizer, check_vocabulary
+
+_log: Final = logging.getLogger("headrace.server")
 
 NO_TIERS: Final = TierPlan()
 RING_SLOTS: Final = 3
 """Two steps in flight and one being prepared."""
-_log: Final = logging.getLogger("headrace.launch")
 
 
 def serve(settings: Settings) -> int:
@@ -66,6 +70,7 @@ def serve(settings: Settings) -> int:
     go together.
     """
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    check_tiers(settings)
     try:
         sock, path = port_and_model(settings)
     except CannotListen as problem:
@@ -78,14 +83,17 @@ def serve(settings: Settings) -> int:
             model = read_config(file)
             check_tokenizer(file, path)
             plan = plan_memory(model, settings, hardware)
-            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
+            quantization, dot = settings.quantization, hardware.dot
+            fingerprint = model_fingerprint(file, plan.layout, plan.dtype, quantization, plan.kernels, dot)
             tiers = plan_tiers(settings, plan, hardware, fingerprint)
-            Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes))
-            options = engine_options(settings, path, model, plan, fingerprint, tiers)
+            Console(stderr=True).print(memory_table(model, plan, hardware, tiers.host_bytes, tiers.disk))
+            options = engine_options(settings, path, model, plan, fingerprint, tiers, dot)
             template = chat_template(settings, file)
+            defaults = sampling_defaults(file, settings.sampling_defaults)
         finally:
             file.close()
-        api = api_settings(settings, plan, tiers)
+        api = api_settings(settings, plan, tiers, defaults)
+        _tell_defaults(defaults)
         # Before anybody waits: 37 ms for what the imports have left.
         gc.collect()
         gc.freeze()
@@ -105,21 +113,28 @@ def with_card(hardware: Hardware, settings: Settings, look: Callable[[], Card] =
 
 
 def port_and_model(settings: Settings) -> tuple[socket.socket, Path]:
-    """A listening socket and the model's file, fetched if it has a name that is known and is not cached yet.
+    """A listening socket and the model's file or folder, fetched if it is known by name, or to the Hugging Face Hub.
 
     Raises CannotListen, ModelProblem.
     """
     sock = bind(settings.host, settings.port)
     try:
         return sock, resolve(settings.model_path, settings.cache)
-    except NotCached:
+    except (NotCached, OnHub):
         sock.close()
     except BaseException:
         sock.close()
         raise
-    with shown_progress(sys.stderr, about(settings.model_path)) as progress:
-        path = fetch_model(settings.model_path, settings.cache, progress)
+    path = _fetched(settings)
     return bind(settings.host, settings.port), path
+
+
+def _fetched(settings: Settings) -> Path:
+    hub = hub_model(settings.model_path)
+    with shown_progress(sys.stderr, about(settings.model_path) if hub is None else "") as progress:
+        if hub is not None:
+            return fetch_from_hub(hub, progress)
+        return fetch_model(settings.model_path, settings.cache, progress)
 
 
 def check_tokenizer(file: ModelFile, path: Path) -> None:
@@ -137,8 +152,9 @@ def engine_options(
     plan: MemoryPlan,
     fingerprint: bytes,
     tiers: TierPlan = NO_TIERS,
+    dot: str = "",
 ) -> EngineOptions:
-    """What the engine and the worker are told: the plan, in their words."""
+    """What the engine and the worker are told: the plan, in their words. `dot`: `Start.dot`."""
     layout, slots, chunk = plan.layout, plan.max_running_requests, plan.max_chunk_tokens
     room = max_batch_bytes(slots, plan.max_context_tokens, chunk, layout.page_tokens, len(layout.groups))
     start = Start(
@@ -155,9 +171,11 @@ def engine_options(
             for group in layout.groups
         ],
         host_slot_bytes=tiers.slot_bytes,
+        window_areas=tiers.window_areas,
         kernels=plan.kernels,
         device=plan.device,
         kernel_cache=str(settings.cache / "kernels"),
+        dot=dot if plan.kernels == "compiled" else "",
     )
     return EngineOptions(
         layout=layout,
@@ -170,6 +188,7 @@ def engine_options(
         overlap=not settings.disable_overlap_schedule,
         reuse=not settings.disable_radix_cache,
         host_pages=tiers.host_pages,
+        window_host_pages=[area.pages for area in tiers.window_areas],
         salt_key=salt_key(settings.cache) if tiers.storage is not None else b"",
         page_hash=settings.page_hash,
         write_policy=tiers.write_policy,
@@ -211,7 +230,10 @@ async def _serve(
     template: str | None,
 ) -> int:
     try:
-        host = HostPool(options.host_pages * options.start.host_slot_bytes) if options.host_pages else None
+        start = options.start
+        host_bytes = options.host_pages * start.host_slot_bytes
+        host_bytes += sum(area.pages * area.slot_bytes for area in start.window_areas)
+        host = HostPool(host_bytes) if host_bytes else None
     except OSError as error:
         raise DoesNotFit(f"The host tier's memory can't be had ({error}): give a smaller --hicache-size.") from error
     descriptor = host.descriptor if host is not None else None
@@ -256,11 +278,21 @@ def _priorities(settings: Settings) -> Priorities:
     return "refused" if settings.abort_on_priority_when_disabled else "ignored"
 
 
-def api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSettings:
+def _tell_defaults(defaults: SamplingDefaults) -> None:
+    """Answers that are drawn otherwise than OpenAI's API says would else be a riddle."""
+    openai = msgspec.structs.asdict(SamplingDefaults())
+    said = [f"{name} {value:g}" for name, value in msgspec.structs.asdict(defaults).items() if value != openai[name]]
+    if said:
+        _log.info("requests that don't say otherwise get the model's %s (--sampling-defaults)", ", ".join(said))
+
+
+def api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan, defaults: SamplingDefaults) -> ApiSettings:
     """What the API is told: the settings, and what was decided where they left it open."""
     decided: dict[str, object] = {"device": plan.device, "dtype": plan.dtype, "cpu_threads": plan.cpu_threads}
     decided |= {"cpu_kernels": plan.kernels} if plan.device == "cpu" else {"card_bytes": plan.card_bytes}
     decided |= {"max_total_tokens": plan.pool_tokens, "host_tier_bytes": tiers.host_bytes}
+    decided |= {"cache_model": tiers.storage.model.hex() if tiers.storage is not None else None}
+    decided |= {"default_sampling_params": msgspec.structs.asdict(defaults)}
     return ApiSettings(
         max_body_bytes=most_body_bytes(plan.max_queued_tokens),
         model_name=settings.model_name,
@@ -269,6 +301,7 @@ def api_settings(settings: Settings, plan: MemoryPlan, tiers: TierPlan) -> ApiSe
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=plan.max_queued_tokens,
         priorities=_priorities(settings),
+        sampling_defaults=defaults,
         api_keys=(settings.api_key,) if settings.api_key else (),
         admin_api_key=settings.admin_api_key,
         request_timeout_s=settings.request_timeout_s,

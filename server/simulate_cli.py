@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import msgspec
 
-from headrace.server.config import BadSetting
+from headrace.server.config import RULES, BadSetting
 from headrace.server.manual import Flag, FlagTable, add_flags
 from headrace.server.progress import Progress
 
@@ -38,8 +38,13 @@ MANUAL: Final[FlagTable] = {
         Flag("seed", "N", "Of all that is drawn: latencies, hangs, damage. One seed, one outcome. Default: 0."),
     ),
     "model and device": (
-        Flag("model_shape", "NAME", "Whose FLOPs and bytes are counted. Default: llama-3.1-8b."),
-        Flag("device", "NAME", "Whose FLOPs and bandwidths. Default: h200."),
+        Flag(
+            "model_shape",
+            "NAME",
+            "Whose FLOPs and bytes are counted: llama-3.1-8b (default), llama-3.1-70b, mistral-7b, qwen2.5-7b, "
+            "qwen2.5-32b, smollm2-135m or smollm2-1.7b.",
+        ),
+        Flag("device", "NAME", "Whose FLOPs and bandwidths: h200 (default), h100, a100, l4 or cpu."),
         Flag("tp_size", "N", "So many devices, as tensor parallelism would use them. Default: 1."),
         Flag(
             "calibration",
@@ -111,7 +116,7 @@ def add_simulate_parser(commands: Any, formatter: type[argparse.HelpFormatter]) 
         usage="headrace simulate --trace FILE [FLAG [VALUE]]...",
         formatter_class=formatter,
     )
-    add_flags(parser, MANUAL)
+    add_flags(parser, MANUAL, _describe)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare",
@@ -125,6 +130,11 @@ def add_simulate_parser(commands: Any, formatter: type[argparse.HelpFormatter]) 
     output.add_argument(
         "--digest", action="store_true", help="Also print a hash of every step of each run: equal runs, equal hashes."
     )
+
+
+def _describe(flag: Flag) -> str:
+    rule = {"prefetch_policy": "hicache_storage_prefetch_policy"}.get(flag.field, flag.field)
+    return f"{flag.help} One of {RULES[rule].allowed}." if flag.value == "POLICY" else flag.help
 
 
 def simulate_command(flags: dict[str, Any], out: TextIO | None = None, errors: TextIO | None = None) -> int:
@@ -144,6 +154,8 @@ def simulate_command(flags: dict[str, Any], out: TextIO | None = None, errors: T
     for path in (json_file, plot_file):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise BadSetting(f"{path} can't be written: {Path(path).absolute().parent} is no directory.")
+        if path is not None and Path(path).is_dir():
+            raise BadSetting(f"{path} can't be written: it is a directory. Give the path of a file.")
     if plot_file is not None:
         check_plot()
     runs: dict[str, Figures] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -24,6 +25,7 @@ from headrace.server.card_sizing import (
 )
 from headrace.server.config import BadSetting, Settings
 from headrace.server.hardware import Hardware
+from headrace.server.pool_sizes import PoolSizes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,6 +82,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     cpu_threads: int
     weights_bytes: int
     pool_bytes: int
+    window_saved_bytes: int
+    """What window groups would take more if they kept every token that the full groups do."""
     workspace_bytes: int
     runtime_bytes: int
     """Of the host: programs and their libraries."""
@@ -121,15 +125,12 @@ class _Needs(msgspec.Struct, frozen=True):
     """Where the model runs."""
     room_bytes: int
     """For the pool; negative where not even the rest fits."""
-
-    @property
-    def row_bytes(self) -> int:
-        """One page of every group."""
-        return sum(self.layout.page_bytes(group) for group in range(len(self.layout.groups)))
+    sizes: PoolSizes
+    """Of the pools, told by the pages of a full group."""
 
     @property
     def most_pages(self) -> int:
-        return max(self.room_bytes, 0) // self.row_bytes
+        return self.sizes.pages_in(self.room_bytes)
 
     @property
     def context_pages(self) -> int:
@@ -151,7 +152,7 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
         kernels=needs.kernels,
         quantization=settings.quantization,
         layout=needs.layout,
-        num_pages=(pages,) * len(needs.layout.groups),
+        num_pages=needs.sizes.pages(pages),
         pool_tokens=pool_tokens,
         max_context_tokens=min(needs.context_tokens, pool_tokens),
         max_chunk_tokens=chunk_tokens,
@@ -160,7 +161,8 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
         max_queued_tokens=settings.max_queued_tokens or max(DEFAULT_QUEUED_TOKENS, needs.context_tokens),
         cpu_threads=cpu_threads,
         weights_bytes=needs.weights_bytes,
-        pool_bytes=pages * needs.row_bytes,
+        pool_bytes=needs.sizes.size_bytes(pages),
+        window_saved_bytes=needs.sizes.saved_bytes(pages),
         workspace_bytes=needs.workspace_bytes,
         runtime_bytes=HOST_PROGRAM_BYTES if needs.device == "cuda" else RUNTIME_BYTES,
         available_bytes=hardware.available_bytes,
@@ -168,17 +170,17 @@ def plan_memory(model: ModelConfig, settings: Settings, hardware: Hardware) -> M
     )
 
 
-def kv_layout(model: ModelConfig, dtype: str, page_tokens: int) -> KvLayout:
-    """The model's KV: one group for all layers. A layer with a window keeps all pages, and looks at its window only."""
-    group = LayerGroup(
-        kind="full",
-        window_tokens=0,
-        layers=tuple(range(model.layers)),
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        value_bytes=_VALUE_BYTES[dtype],
-    )
-    return KvLayout(page_tokens=page_tokens, groups=(group,))
+def kv_layout(model: ModelConfig, dtype: str, page_tokens: int, context_tokens: int) -> KvLayout:
+    """The model's KV. Layers with a window have a group of their own, which keeps only that, where some have none, and
+    contexts (of `context_tokens` at most) can become longer; else all layers are one full group."""
+
+    def group(kind: Literal["full", "window"], window_tokens: int, layers: Sequence[int]) -> LayerGroup:
+        return LayerGroup(kind, window_tokens, tuple(layers), model.kv_heads, model.head_dim, _VALUE_BYTES[dtype])
+
+    full = [layer for layer in range(model.layers) if layer not in model.window_layers]
+    if not full or not model.window_layers or context_tokens <= model.window_span:
+        return KvLayout(page_tokens, (group("full", 0, range(model.layers)),))
+    return KvLayout(page_tokens, (group("full", 0, full), group("window", model.window_span, model.window_layers)))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -274,8 +276,12 @@ def _pages(settings: Settings, needs: _Needs) -> int:
     else:
         most = needs.most_pages
         # A quarter or a GiB; up to a half for one whole context; never more than all requests together could use.
-        quarter, half = (int(most * part) for part in (DEFAULT_POOL_FRACTION, LARGEST_DEFAULT_FRACTION))
-        usual = min(quarter, DEFAULT_POOL_BYTES // needs.row_bytes)
+        sizes = needs.sizes
+        most_bytes = sizes.size_bytes(most)
+        quarter, half = (
+            sizes.pages_in(int(most_bytes * part)) for part in (DEFAULT_POOL_FRACTION, LARGEST_DEFAULT_FRACTION)
+        )
+        usual = min(quarter, sizes.pages_in(DEFAULT_POOL_BYTES))
         half = max(half, needs.layout.pages(SMALLEST_POOL_TOKENS))
         pages = min(max(usual, min(needs.context_pages, half)), settings.max_running_requests * needs.context_pages)
     if settings.context_length is not None:
@@ -292,10 +298,10 @@ def _pages(settings: Settings, needs: _Needs) -> int:
 def _pages_of_fraction(fraction: float, needs: _Needs) -> int:
     """Pages that --mem-fraction-static leaves beside the weights."""
     free_bytes = needs.free_bytes
-    smallest_bytes = needs.layout.pages(SMALLEST_POOL_TOKENS) * needs.row_bytes
+    smallest_bytes = needs.sizes.size_bytes(needs.layout.pages(SMALLEST_POOL_TOKENS))
     pool_bytes = int(free_bytes * fraction) - needs.weights_bytes
     if smallest_bytes <= pool_bytes <= needs.room_bytes:
-        return pool_bytes // needs.row_bytes
+        return needs.sizes.pages_in(pool_bytes)
     least = math.ceil((needs.weights_bytes + smallest_bytes) / free_bytes * 100) / 100
     largest = math.floor((needs.weights_bytes + needs.room_bytes) / free_bytes * 100) / 100
     if pool_bytes < smallest_bytes:
@@ -316,6 +322,8 @@ def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs
     dtype, kernels = _dtype(settings, hardware, device), _kernels(model, settings, hardware, device)
     context_tokens = _context(model, settings)
     chunk_tokens = _chunk(settings, context_tokens, device)
+    # Only a CPU's worker serves window groups.
+    layout = kv_layout(model, dtype, settings.page_size, context_tokens if device == "cpu" else 0)
     sizes = (model, settings.max_running_requests, chunk_tokens, context_tokens)
     if device == "cuda":
         assert hardware.card is not None
@@ -332,12 +340,13 @@ def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs
         kernels=kernels,
         context_tokens=context_tokens,
         chunk_tokens=chunk_tokens,
-        layout=kv_layout(model, dtype, settings.page_size),
+        layout=layout,
         weights_bytes=weights_bytes,
         workspace_bytes=workspace_bytes,
         runtime_bytes=runtime_bytes,
         free_bytes=free_bytes,
         room_bytes=int(free_bytes * (1 - SPARE_FRACTION)) - weights_bytes - workspace_bytes - runtime_bytes,
+        sizes=PoolSizes(layout, settings.max_running_requests, chunk_tokens),
     )
 
 
@@ -373,8 +382,14 @@ def _workspace_bytes(model: ModelConfig, rows: int, chunk_tokens: int, context_t
 # What to say
 
 
-def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_tier_bytes: int = 0) -> Table:
-    """The plan as a table for the terminal."""
+def memory_table(
+    model: ModelConfig,
+    plan: MemoryPlan,
+    hardware: Hardware,
+    host_tier_bytes: int = 0,
+    disk: tuple[int, str] | None = None,
+) -> Table:
+    """The plan as a table for the terminal. `disk`: bytes and directory of the disk tier."""
     from rich.table import Table  # 60 ms, which `headrace --help` need not pay
 
     on_card = plan.device == "cuda"
@@ -384,11 +399,17 @@ def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_
     table.add_column()
     pool = f"{plan.pool_tokens} tokens in {plan.num_pages[0]} pages of {plan.layout.page_tokens}"
     kept = plan.dtype if plan.quantization == "none" else plan.quantization
-    table.add_row("weights", size_text(plan.weights_bytes), f"{model.parameters / 1e6:.0f} million in {kept}")
+    table.add_row("weights", size_text(plan.weights_bytes), _of_weights(model, kept))
     table.add_row("KV cache", size_text(plan.pool_bytes), pool)
+    if plan.layout.is_hybrid:
+        pages = " + ".join(map(str, plan.num_pages[plan.layout.full_groups :]))
+        table.add_row("", "", f"windows in {pages} pages, {size_text(plan.window_saved_bytes)} less than all tokens'")
     if host_tier_bytes:
-        tokens = host_tier_bytes * plan.pool_tokens // plan.pool_bytes
+        tokens = PoolSizes(plan.layout).pages_in(host_tier_bytes, host=True) * plan.layout.page_tokens
         table.add_row("host tier", size_text(host_tier_bytes), f"{tokens} tokens that the device has let go of")
+    if disk is not None:
+        tokens = disk[0] * plan.pool_tokens // plan.pool_bytes
+        table.add_row("disk tier", size_text(disk[0]), f"{tokens} tokens, in {disk[1]}")
     table.add_row("workspace", size_text(plan.workspace_bytes), f"{plan.max_running_requests} requests at once")
     if on_card:
         table.add_row("CUDA", size_text(CARD_PROGRAM_BYTES), "its context and libraries: an estimate")
@@ -402,6 +423,11 @@ def memory_table(model: ModelConfig, plan: MemoryPlan, hardware: Hardware, host_
     if on_card:
         table.add_row("on the host", size_text(plan.runtime_bytes), f"programs; {size_text(left_bytes)} stay free")
     return table
+
+
+def _of_weights(model: ModelConfig, kept: str) -> str:
+    said = f"{model.parameters / 1e6:.0f} million in {kept}"
+    return f"{said}, embeddings twice" if model.tied_embeddings else said
 
 
 def size_text(size_bytes: int) -> str:
@@ -424,7 +450,7 @@ def _free_text(hardware: Hardware, device: Literal["cpu", "cuda"] = "cpu") -> st
 
 
 def _context_too_long(needs: _Needs, most_pages: int) -> str:
-    takes, room = (size_text(pages * needs.row_bytes) for pages in (needs.context_pages, most_pages))
+    takes, room = (size_text(needs.sizes.size_bytes(pages)) for pages in (needs.context_pages, most_pages))
     return (
         f"--context-length {needs.context_tokens} takes {takes} of KV cache, and there is room for {room}: "
         f"give --context-length {most_pages * needs.layout.page_tokens} or less."
@@ -432,7 +458,7 @@ def _context_too_long(needs: _Needs, most_pages: int) -> str:
 
 
 def _pool_too_large(settings: Settings, needs: _Needs, pages: int, most_pages: int) -> str:
-    takes, room = (size_text(count * needs.row_bytes) for count in (pages, most_pages))
+    takes, room = (size_text(needs.sizes.size_bytes(count)) for count in (pages, most_pages))
     says = f"--max-total-tokens {settings.max_total_tokens} takes {takes} of KV cache, and"
     gives = f"give --max-total-tokens {most_pages * needs.layout.page_tokens} or less"
     if (fraction := settings.mem_fraction_static) is not None:

@@ -12,15 +12,20 @@ from msgspec import Meta
 from headrace.kvcache.host import WritePolicy
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
+from headrace.kvcache.storage.disk.files import DIRECTORY_MODE
 from headrace.kvcache.storage.protocol import OpenStore
+from headrace.ops.wire import HostArea
 from headrace.server.config import BadSetting, Settings, flag_of
 from headrace.server.hardware import Hardware
+from headrace.server.pool_sizes import PoolSizes
 from headrace.server.sizing import DoesNotFit, MemoryPlan, size_text
 
 DEFAULT_RATIO: Final = 2.0
 """Host pages for each device page, where memory allows."""
 DEFAULT_SHARE: Final = 0.5
 """Of the memory that the plan leaves free, at most, where no size was asked for."""
+MOST_EXTRA_BYTES: Final = 1 << 16
+"""Of a file of settings; a longer one is cut, and then no JSON."""
 DEFAULT_DISK_BYTES: Final = 20 * 10**9
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -50,9 +55,11 @@ class TierPlan(msgspec.Struct, frozen=True):
     """What stands below the device; all zero and None without tiers."""
 
     host_pages: int = 0
-    """All layer groups together."""
+    """All full groups together."""
     slot_bytes: int = 0
-    """Of a host page."""
+    """Of their pages."""
+    window_areas: list[HostArea] = []
+    """Behind them: each window group's pages."""
     write_policy: WritePolicy = "write_through"
     storage: OpenStore | None = None
     limits: StorageLimits = StorageLimits()
@@ -60,42 +67,60 @@ class TierPlan(msgspec.Struct, frozen=True):
 
     @property
     def host_bytes(self) -> int:
-        return self.host_pages * self.slot_bytes
+        return self.host_pages * self.slot_bytes + sum(area.pages * area.slot_bytes for area in self.window_areas)
+
+    @property
+    def disk(self) -> tuple[int, str] | None:
+        """Bytes and directory of the disk tier."""
+        if self.storage is None or not self.storage.directory:
+            return None
+        return self.storage.capacity_bytes, self.storage.directory
+
+
+def check_tiers(settings: Settings) -> None:
+    """What is wrong with the flags whatever the model: said before one is fetched. Raises BadSetting."""
+    backend = storage_backend(settings)
+    _check_used(settings, backend)
+    _extra(settings)
+    if backend == "disk":
+        directory = _directory(settings)
+        try:
+            os.makedirs(directory, DIRECTORY_MODE, exist_ok=True)
+        except OSError as error:
+            raise BadSetting(
+                f"--disk-cache-dir {directory} can't be made: {error.strerror}. Give a directory that can be written."
+            ) from None
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise BadSetting(f"--disk-cache-dir {directory} can't be written: give one that can.")
 
 
 def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerprint: bytes) -> TierPlan:
     """Raises BadSetting, DoesNotFit."""
     backend = storage_backend(settings)
-    _check_used(settings, backend)
     if not settings.enable_hierarchical_cache and backend is None:
         return TierPlan()
     if settings.disable_radix_cache:
         raise BadSetting("--disable-radix-cache keeps no KV at all: leave it out, or the flags of the lower tiers.")
-    groups = len(plan.layout.groups)
-    slot_bytes = max(plan.layout.host_slot_bytes(group) for group in range(groups))
-    host_pages = _host_bytes(settings, plan, groups * slot_bytes) // (groups * slot_bytes) * groups
-    if host_pages < groups:
-        raise BadSetting(
-            f"The host tier must hold a page of {size_text(groups * slot_bytes)}: give a larger --hicache-size."
-        )
+    host_pages, slot_bytes, areas = _host_pages(settings, plan)
     extra = _extra(settings)
     storage = None
     if extra.read_mb_per_s and backend != "disk":
         raise BadSetting("read_mb_per_s has no effect here: it bounds the disk of --hicache-storage-backend disk.")
     if backend is not None:
         capacity_bytes = size_of(settings.disk_cache_size) if settings.disk_cache_size else DEFAULT_DISK_BYTES
-        if capacity_bytes < groups * slot_bytes:
+        row_bytes = PoolSizes(plan.layout, 1).size_bytes(1, host=True)
+        if capacity_bytes < row_bytes:
             raise BadSetting(
-                f"--disk-cache-size {settings.disk_cache_size} holds no page of {size_text(groups * slot_bytes)}: "
+                f"--disk-cache-size {settings.disk_cache_size} holds no page of {size_text(row_bytes)}: "
                 "give a larger one."
             )
         storage = OpenStore(
             backend=backend,
             capacity_bytes=capacity_bytes,
             page_tokens=plan.layout.page_tokens,
-            slot_bytes=[slot_bytes] * groups,
-            host_offsets=[0] * groups,
-            host_pages=[host_pages] * groups,
+            slot_bytes=[area.slot_bytes for area in areas],
+            host_offsets=[area.offset for area in areas],
+            host_pages=[area.pages for area in areas],
             model=fingerprint,
             directory=_directory(settings) if backend == "disk" else "",
             fsync=settings.disk_cache_fsync,
@@ -105,6 +130,7 @@ def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerp
     return TierPlan(
         host_pages=host_pages,
         slot_bytes=slot_bytes,
+        window_areas=areas[plan.layout.full_groups :],
         write_policy=settings.hicache_write_policy,
         storage=storage,
         limits=StorageLimits(extra.lookup_timeout_s, extra.transfer_timeout_s, extra.breaker_s),
@@ -115,6 +141,23 @@ def plan_tiers(settings: Settings, plan: MemoryPlan, hardware: Hardware, fingerp
             timeout_per_ki_token_ms=extra.prefetch_timeout_per_ki_token * 1e3,
         ),
     )
+
+
+def _host_pages(settings: Settings, plan: MemoryPlan) -> tuple[int, int, list[HostArea]]:
+    """Pages of all full groups together, the bytes of each, and where every group has its own. Raises BadSetting."""
+    layout, full = plan.layout, plan.layout.full_groups
+    sizes = PoolSizes(layout, 1)
+    row_bytes = sizes.size_bytes(1, host=True)
+    pages = sizes.pages_in(_host_bytes(settings, plan, row_bytes), host=True)
+    if not pages:
+        raise BadSetting(f"The host tier must hold a page of {size_text(row_bytes)}: give a larger --hicache-size.")
+    slot_bytes = max(layout.host_slot_bytes(group) for group in range(full))
+    areas = [HostArea(0, slot_bytes, pages * full)] * full
+    offset = pages * full * slot_bytes
+    for group, count in list(enumerate(sizes.pages(pages)))[full:]:
+        areas.append(HostArea(offset, layout.host_slot_bytes(group), count))
+        offset += count * layout.host_slot_bytes(group)
+    return pages * full, slot_bytes, areas
 
 
 def storage_backend(settings: Settings) -> Literal["disk", "memory"] | None:
@@ -181,7 +224,8 @@ def _extra(settings: Settings) -> ExtraConfig:
         return ExtraConfig()
     try:
         if text.startswith("@"):
-            return msgspec.json.decode(Path(text[1:]).read_bytes(), type=ExtraConfig)
+            with Path(text[1:]).open("rb") as file:
+                return msgspec.json.decode(file.read(MOST_EXTRA_BYTES), type=ExtraConfig)
         return msgspec.json.decode(text, type=ExtraConfig)
     except OSError as error:
         raise BadSetting(f"{flag} {text}: the file can't be read ({error.strerror}).") from None

@@ -237,6 +237,18 @@ class StorageClient:
             lambda reply: done(reply.pages if isinstance(reply, Found) else 0),
         )
 
+    def lookup_each(self, group: int, keys: bytes, done: Callable[[bytes], None]) -> None:
+        """Which of the keys are stored: a byte each, 1 if it is; nothing when the store is not usable or too slow to
+        say."""
+        operation = self._next_id
+        self._begin(
+            Lookup(operation, group, keys, each=True),
+            self._limits.lookup_s,
+            lambda: self._lookup_missed(operation, lambda _: done(b"")),
+            lambda: done(b""),
+            lambda reply: done(reply.there if isinstance(reply, Found) else b""),
+        )
+
     def read(self, group: int, span: PageSpan, host_pages: I32, done: Callable[[ReadDone], None]) -> int:
         """Read pages into host pages, which are the agent's until `done`; the operation's id."""
         operation = self._next_id

@@ -56,6 +56,9 @@ class MemoryStore:
             found += 1
         return found
 
+    def which(self, group: int, keys: bytes) -> bytes:
+        return bytes((group, key) in self._pages for key in _split(keys))
+
     def touch(self, group: int, keys: bytes) -> None:
         # From the end of the chain on, so that its beginning, on which the rest depends, goes last.
         for key in reversed(_split(keys)):

@@ -86,6 +86,9 @@ class PageStore(Protocol):
     def contains(self, group: int, keys: bytes) -> int:
         """Pages that are stored, contiguous from the first key."""
 
+    def which(self, group: int, keys: bytes) -> bytes:
+        """A byte a key: 1 if its page is stored."""
+
     def touch(self, group: int, keys: bytes) -> None:
         """These pages, where stored, are the most recently used."""
 

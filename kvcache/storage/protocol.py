@@ -67,6 +67,8 @@ class Lookup(msgspec.Struct, tag="lookup", frozen=True):
     id: int
     group: int
     keys: bytes
+    each: bool = False
+    """Say of each key whether it is stored."""
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
@@ -176,6 +178,8 @@ class Found(msgspec.Struct, tag="found", frozen=True):
 
     id: int
     pages: int
+    there: bytes = b""
+    """Where each key was asked for: a byte a key, 1 if it is stored."""
 
 
 class ReadProgress(msgspec.Struct, tag="progress", frozen=True):

@@ -127,7 +127,7 @@ class StorageService:
             case OpenStore():
                 self._open_store(command)
             case Lookup():
-                self._reply(Found(command.id, self._stored(command.group, command.keys)))
+                self._reply(self._look_up(command))
             case Read():
                 self._accept_read(command)
             case Write():
@@ -167,8 +167,12 @@ class StorageService:
         self._open = True
         self._reply(Opened(self._store.stats(), self._clock_ms() - began_ms))
 
-    def _stored(self, group: int, keys: bytes) -> int:
-        return self._store.contains(group, keys) if self._usable and self._well_formed(group, keys) else 0
+    def _look_up(self, command: Lookup) -> Found:
+        group, keys = command.group, command.keys
+        if not self._usable or not self._well_formed(group, keys):
+            return Found(command.id, 0)
+        there = self._store.which(group, keys) if command.each else b""
+        return Found(command.id, self._store.contains(group, keys), there)
 
     def _accept_read(self, command: Read) -> None:
         parents = (command.parent + command.keys)[: len(command.keys)]

@@ -96,7 +96,7 @@ class DeviceStepRunner:
         self._sampler = sampler
         self._streams = streams
         self._places = layer_places(pools.pools)
-        self._copies = StepCopies(pools.pools, self._places, copier, streams)
+        self._copies = StepCopies(pools.pools, self._places, [copier] * len(pools.pools) if copier else [], streams)
         self._forwarded: _Forwarded | None = None
         slots = len(pools.pools[0].table)
         # All that is staged of a batch is its fields, one or two of them in eight bytes, and the plan of its attention.

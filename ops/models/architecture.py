@@ -100,9 +100,7 @@ def folder_decoder(
     # Gemma's configs have both keys, of which the second counts.
     for key in ("hidden_activation",) if "hidden_activation" in keys else ("hidden_act",):
         keys.must_be(key, _ACTIVATIONS[differences.get("activation", "silu")])
-    for key, why in _FOLDER_REFUSED.items():
-        if key in keys:
-            raise keys.refused(f"its {key} {why}")
+    refuse_foreign(keys)
     config = ModelConfig(
         architecture=name,
         name=keys.name("_name", _stem(file.path)),
@@ -126,6 +124,13 @@ def folder_decoder(
     ignored = (".rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()))
     check_tensors(keys, file, config, names, ignored)
     return config
+
+
+def refuse_foreign(keys: Keys) -> None:
+    """Raises UnsupportedModel for a config.json that names weights or code which are not read."""
+    for key, why in _FOLDER_REFUSED.items():
+        if key in keys:
+            raise keys.refused(f"its {key} {why}")
 
 
 def windows(window_tokens: int, layers: tuple[int, ...], context_tokens: int) -> dict[str, Any]:

@@ -10,21 +10,24 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.ops.kv_copy import copy_pages_by
+from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.config import ModelConfig, Rope
 from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.rotary import Rotary
 from headrace.ops.simd.attention import block_tokens, scratch_bytes
 from headrace.ops.simd.compiler import Elements
-from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
+from headrace.ops.simd.inputs import GROUP, q8_row_bytes
 from headrace.ops.simd.packing import pack, pack_groups, paired, paired_rows, round_up
-from headrace.ops.simd.products import SCRATCH_TILE_BYTES
+from headrace.ops.simd.products import PRODUCT_SCRATCH_BYTES
 from headrace.ops.simd.program import Program
 from headrace.ops.simd.tables import ATTEND, GELU, MLP, OUTPUT, SILU, Constant, LayerField, StepField
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.step_kv import StepKv
+from headrace.ops.wire import ForwardBatch
 
 F32_BYTES: Final = 4
 ROOM_ROWS: Final = 64
@@ -76,15 +79,17 @@ class CompiledDecoder:
             x[:tokens] *= self.config.embedding_scale
         step[StepField.TOKENS] = tokens
         used = self._describe(kv)
+        tables = {id(pool): _table_rows(kv.batch, pool) for pool in kv.pools}
         for layer in range(layers):
             pool, index = kv.bring(layer)
             step[StepField.LAYER] = layer
+            step[StepField.TABLES] = tables[id(pool)].ctypes.data
             step[StepField.PAGES] = pool.layer(index).data_ptr()
             if layer < layers - 1:
                 self._program.run(ATTEND | MLP)
         # Nothing reads what the other tokens would become now that the last layer's KV is written.
         self._program.run(ATTEND)
-        del used
+        del used, tables
         for field in (StepField.X, StepField.ATTENDED):
             rows = self._buffers[field]
             rows[: len(keep)] = rows.index_select(0, keep)
@@ -165,7 +170,7 @@ class CompiledDecoder:
         qkv = attended + 2 * config.kv_heads * config.head_dim
         value_bytes = self._kv_dtype.itemsize
         sharing = config.heads // config.kv_heads
-        scratch = max(scratch_bytes(sharing, config.head_dim), SCRATCH_TILE_BYTES)
+        scratch = max(scratch_bytes(sharing, config.head_dim), PRODUCT_SCRATCH_BYTES)
         for field, value in (
             (StepField.WIDTH, config.hidden),
             (StepField.HEADS, config.heads),
@@ -202,8 +207,9 @@ class CompiledDecoder:
 
     def _input_bytes(self, width: int) -> int:
         """Of a row of `width` values as inputs of a product."""
-        group = Q8_GROUP_BYTES if self._elements == "q8" else GROUP * self._kv_dtype.itemsize
-        return -(-width // GROUP) * group
+        if self._elements == "q8":
+            return q8_row_bytes(width)
+        return round_up(width, GROUP) * self._kv_dtype.itemsize
 
     def _steps(self, width: int) -> int:
         groups = -(-width // GROUP)
@@ -236,7 +242,6 @@ class CompiledDecoder:
         item_row = np.repeat(rows, blocks)
         first_item = np.repeat(np.cumsum(blocks) - blocks, blocks)
         item_token = (batch.row_start[item_row] + (np.arange(len(item_row)) - first_item) * block).astype(np.int32)
-        tables = pool.table.ctypes.data + batch.row_slot.astype(np.int64) * pool.table.strides[0]
         plane_bytes = pool.page_tokens * pool.shape.head_dim * self._kv_dtype.itemsize
         arrays = {
             StepField.ITEM_ROW: item_row,
@@ -245,7 +250,6 @@ class CompiledDecoder:
             StepField.ROW_KV_LEN: batch.row_kv_len,
             StepField.TOKEN_ROW: token_row,
             StepField.POSITIONS: batch.positions,
-            StepField.TABLES: tables,
         }
         for field, array in arrays.items():
             step[field] = array.ctypes.data
@@ -254,6 +258,12 @@ class CompiledDecoder:
         step[StepField.HEAD_PLANE_BYTES] = plane_bytes
         step[StepField.PAGE_BYTES] = 2 * pool.shape.kv_heads * plane_bytes
         return tuple(arrays.values())
+
+
+def _table_rows(batch: ForwardBatch, pool: KvPool) -> NDArray[np.int64]:
+    """The address of each row's page table, int64 [rows]."""
+    rows: NDArray[np.int64] = pool.table.ctypes.data + batch.row_slot.astype(np.int64) * pool.table.strides[0]
+    return rows
 
 
 _ROW_BYTES: Final = {

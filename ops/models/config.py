@@ -13,6 +13,8 @@ from typing import Final, Literal
 import msgspec
 
 MAX_CONTEXT_TOKENS: Final = 1 << 24
+KEY_BLOCK_TOKENS: Final = 64
+"""Attention on a CPU reads so many keys at a time, from a multiple of so many on."""
 
 Pairs = Literal["interleaved", "halves"]
 
@@ -85,6 +87,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def window(self, layer: int) -> int:
         """A token of the layer sees itself and so many - 1 before it; 0: all of them."""
         return self.window_tokens if layer in self.window_layers else 0
+
+    @property
+    def window_span(self) -> int:
+        """How many positions up to its own a token of a window layer may touch: kernels read keys in blocks."""
+        return self.window_tokens + KEY_BLOCK_TOKENS - 1 if self.window_layers else 0
 
     def rope_of(self, layer: int) -> Rope:
         return self.window_rope if self.window_rope is not None and layer in self.window_layers else self.rope

@@ -1,12 +1,12 @@
 """Flash attention (arXiv:2205.14135) over KV pages, for decode and prefill alike.
 
 A block is a few tokens of one request with the query heads that share a KV head: 48 rows at most. It goes through the
-keys 64 at a time, from a multiple of 64 on, with a running maximum and sum. Where those 64 keys begin follows from
-their positions alone, and keys that a row may not see weigh exactly nothing: so a row's bits are the same whether it is
-computed alone (decode), in a chunk, or in another chunk, from whatever pages.
+keys 64 at a time, from a multiple of 64 on. Where those 64 keys begin follows from their positions alone, and keys that
+a row may not see weigh exactly nothing: so a row's bits are the same whether it is computed alone (decode), in a chunk,
+or in another chunk, from whatever pages.
 
-    scores   float32 [rows, 64]  = queries · keys, float32 sums
-    weights  of KV's elements    = exp(scores - maximum), rounded
+    scores   float32 [rows, 64]  = queries · keys, float32 sums            `attention_tiles`, or `tiles`
+    weights  of KV's elements    = 2^(scores · log2 e - n), rounded        `softmax`
     mixed    float32 [rows, head_dim] += weights · values
 """
 
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
+from headrace.ops.simd.amx import TILE_ROWS
+from headrace.ops.simd.attention_tiles import attend_in_tiles, bring_together, in_tiles, shape_tiles
 from headrace.ops.simd.instructions import LANES, kernel
+from headrace.ops.simd.softmax import KEYS, begin_rows, share_of, weigh_rows
 from headrace.ops.simd.team import LINE_BYTES
 from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, mix_tile, scores_tile, tile_height
 from headrace.ops.simd.vector import (
@@ -24,38 +25,22 @@ from headrace.ops.simd.vector import (
     F32_BYTES,
     LANE_BYTES,
     VECTOR_BYTES,
-    add,
     copy_lane,
     copy_value,
-    divide,
-    exp,
-    first_lane,
-    get_f32,
     get_i32,
     lane_values,
     load,
-    max_lanes,
-    maximum,
     multiply,
     put_address,
-    put_f32,
     put_zero_lane,
-    splat,
     store,
-    subtract,
-    sum_lanes,
     value_bytes,
-    where_between,
     zeros,
 )
 
 BLOCK_ROWS: Final = 48
 """Rows of a block: a whole number of tiles, whose scores and sums stay in the first cache (25 kB at 64 dimensions)."""
-KEYS: Final = TILE_COLUMNS
-"""Keys that a block looks at at a time."""
 GROUPS: Final = KEYS // LANES
-_LOWEST: Final = np.float32(-1e30)
-"""Below every score. Not infinite, so that differences are numbers."""
 
 
 def block_tokens(sharing: int) -> int:
@@ -63,12 +48,39 @@ def block_tokens(sharing: int) -> int:
     return max(1, BLOCK_ROWS // sharing)
 
 
+class Scratch(NamedTuple):
+    """Where the parts of a thread's scratch lie. Each is counted in float32, and in whole tiles of rows."""
+
+    found: int
+    """Of groups of this and the next 64 keys."""
+    biases: int
+    totals: int
+    queries: int
+    """Packed, as are weights."""
+    scores: int
+    weights: int
+    mixed: int
+    gathered: int
+    """Keys and values from small pages, or values brought together."""
+
+
+@kernel
+def scratch_parts(scratch: int, rows: int, head_dim: int) -> Scratch:
+    rows = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    biases = scratch + LINE_BYTES
+    totals = biases + rows * F32_BYTES
+    queries = totals + rows * VECTOR_BYTES
+    scores = queries + rows * head_dim * F32_BYTES
+    weights = scores + rows * KEYS * F32_BYTES
+    mixed = weights + rows * KEYS * F32_BYTES
+    return Scratch(scratch, biases, totals, queries, scores, weights, mixed, mixed + rows * head_dim * F32_BYTES)
+
+
 def scratch_bytes(sharing: int, head_dim: int) -> int:
     """Bytes that a thread needs for a block."""
-    rows = block_tokens(sharing) * sharing
-    # Maximum and total, queries, scores, weights, sums; keys and values that are gathered from small pages. Every part
-    # is counted in float32.
-    return LINE_BYTES + F32_BYTES * (rows * (2 + 2 * head_dim + 2 * KEYS) + 2 * KEYS * head_dim)
+    rows = -(-block_tokens(sharing) * sharing // TILE_ROWS) * TILE_ROWS
+    row_values = 1 + LANES + 2 * head_dim + 2 * KEYS
+    return LINE_BYTES + F32_BYTES * (rows * row_values + 2 * KEYS * head_dim)
 
 
 class HeadPages(NamedTuple):
@@ -139,55 +151,6 @@ def gather_groups(kv: Any, head: Any, start: int, end: int, found: int, gathered
 
 
 @kernel
-def capped(scores: Any, cap: float) -> Any:
-    """cap · tanh(scores / cap)."""
-    one = splat(np.float32(1))
-    power = exp(multiply(scores, splat(np.float32(2) / np.float32(cap))))
-    return multiply(splat(np.float32(cap)), divide(subtract(power, one), add(power, one)))
-
-
-@kernel
-def weigh_row(
-    kv: Any, scores: int, low: int, high: int, scale: float, cap: float, state: int, mixed: int, dim: int, out: int
-) -> None:
-    """Softmax's running step for one row: scores of 64 keys, of which it sees low .. high - 1, → weights.
-
-    `state`: the maximum and the sum so far; `mixed`, `dim` values, is scaled down when the maximum grows.
-    """
-    factor, lowest = splat(np.float32(scale)), splat(_LOWEST)
-    a, b = multiply(load(F32, scores), factor), multiply(load(F32, scores + VECTOR_BYTES), factor)
-    c = multiply(load(F32, scores + 2 * VECTOR_BYTES), factor)
-    d = multiply(load(F32, scores + 3 * VECTOR_BYTES), factor)
-    if cap > 0:
-        a, b, c, d = capped(a, cap), capped(b, cap), capped(c, cap), capped(d, cap)
-    partly = low > 0 or high < KEYS
-    if partly:
-        a, b = where_between(low, high, a, lowest), where_between(low - 16, high - 16, b, lowest)
-        c, d = where_between(low - 32, high - 32, c, lowest), where_between(low - 48, high - 48, d, lowest)
-    before, total = get_f32(state), get_f32(state + F32_BYTES)
-    largest = max_lanes(maximum(maximum(a, b), maximum(c, d)))
-    if largest > before:
-        shrink = exp(splat(before - largest))
-        total *= first_lane(shrink)
-        for at in range(0, dim, LANES):
-            store(F32, mixed + at * F32_BYTES, multiply(load(F32, mixed + at * F32_BYTES), shrink))
-        before = largest
-    top = splat(before)
-    a, b, c, d = exp(subtract(a, top)), exp(subtract(b, top)), exp(subtract(c, top)), exp(subtract(d, top))
-    if partly:
-        none = zeros()
-        a, b = where_between(low, high, a, none), where_between(low - 16, high - 16, b, none)
-        c, d = where_between(low - 32, high - 32, c, none), where_between(low - 48, high - 48, d, none)
-    put_f32(state, before)
-    put_f32(state + F32_BYTES, total + sum_lanes(add(add(a, b), add(c, d))))
-    step = LANES * value_bytes(kv)
-    store(kv, out, a)
-    store(kv, out + step, b)
-    store(kv, out + 2 * step, c)
-    store(kv, out + 3 * step, d)
-
-
-@kernel
 def score_rows(kv: Any, rows: int, head_dim: int, queries: int, found: int, ahead: int, scores: int) -> None:
     """float32 scores [rows, 64] of packed queries with the keys of 4 groups, `ahead` those of the next block."""
     head_bytes = head_dim * value_bytes(kv)
@@ -215,6 +178,17 @@ def mix_rows(kv: Any, rows: int, head_dim: int, weights: int, found: int, ahead:
 
 
 @kernel
+def attend_in_vectors(
+    kv: Any, sight: Any, rows: int, head_dim: int, seen: int, found: int, ahead: int, across: int, parts: Any
+) -> None:
+    """What 64 keys add to a block's rows, the values `across` bytes behind their keys. `parts`: a `Scratch`."""
+    score_rows(kv, rows, head_dim, parts.queries, found, ahead, parts.scores)
+    state = parts.biases, parts.totals, parts.mixed
+    weigh_rows(kv, sight, 0, rows, seen, parts.scores, *state, head_dim, parts.weights)
+    mix_rows(kv, rows, head_dim, parts.weights, found, ahead, across, parts.mixed)
+
+
+@kernel
 def attend_block(
     kv: Any,
     head: Any,
@@ -222,59 +196,60 @@ def attend_block(
     query_bytes: int,
     tokens: int,
     position: int,
-    sharing: int,
-    scale: float,
-    window: int,
-    cap: float,
+    sight: Any,
     scratch: int,
     out: int,
     out_bytes: int,
-) -> None:
-    """`tokens` tokens from `position` on, `sharing` query heads of each → the same shape in `out`, of `kv` values.
+    shaped: int,
+) -> int:
+    """`tokens` tokens from `position` on, the query heads of each that share the KV head → the same shape in `out`.
 
-    `head`: `HeadPages`. `queries`, `out`: the first token's first head; tokens are `query_bytes` and `out_bytes` apart.
-    `window`: a token sees itself and so many - 1 before it; 0: all. `cap`: of scores, soft; 0: none.
+    `head`: `HeadPages`. `queries`, `out`: the first token's first head, of `kv` values; tokens are `query_bytes` and
+    `out_bytes` apart. `sight`: a `Sight`.
+    `shaped`: rows that the thread's tiles have from the last block, 0 at first → what they have now. They are to be
+    released in the end.
     """
-    size, head_dim = value_bytes(kv), head.head_dim
-    rows, head_bytes, mixed_bytes = tokens * sharing, head_dim * size, head_dim * F32_BYTES
-    found, state = scratch, scratch + LINE_BYTES
-    packed = state + rows * 2 * F32_BYTES
-    scores = packed + rows * mixed_bytes
-    weights = scores + rows * KEYS * F32_BYTES
-    mixed = weights + rows * KEYS * F32_BYTES
-    gathered = mixed + rows * mixed_bytes
+    size, head_dim, sharing, window = value_bytes(kv), head.head_dim, sight.sharing, sight.window
+    rows = tokens * sharing
+    parts = scratch_parts(scratch, rows, head_dim)
+    head_bytes, mixed_bytes = head_dim * size, head_dim * F32_BYTES
     end = position + tokens
     first = max(0, position + 1 - window) // KEYS * KEYS if window > 0 else 0
     whole_groups = head.page_tokens % LANES == 0
     if whole_groups:
-        find_groups(kv, head, first, end, found + first // KEYS % 2 * GROUPS * 8)
+        find_groups(kv, head, first, end, parts.found + first // KEYS % 2 * GROUPS * 8)
+    if in_tiles(kv) and min(rows, TILE_ROWS) != shaped:
+        shaped = min(rows, TILE_ROWS)
+        shape_tiles(shaped)
     for row in range(rows):
         source = queries + row // sharing * query_bytes + row % sharing * head_bytes
         for at in range(0, head_dim, LANES):
-            store(kv, packed + row * head_bytes + at * size, load(kv, source + at * size))
-            store(F32, mixed + row * mixed_bytes + at * F32_BYTES, zeros())
-        put_f32(state + row * 2 * F32_BYTES, _LOWEST)
-        put_f32(state + row * 2 * F32_BYTES + F32_BYTES, np.float32(0))
+            store(kv, parts.queries + row * head_bytes + at * size, load(kv, source + at * size))
+            store(F32, parts.mixed + row * mixed_bytes + at * F32_BYTES, zeros())
+    begin_rows(rows, parts.biases, parts.totals)
     for start in range(first, end, KEYS):
-        across, here = head.values - head.keys, found + start // KEYS % 2 * GROUPS * 8
+        across, here = head.values - head.keys, parts.found + start // KEYS % 2 * GROUPS * 8
         ahead = here
         if not whole_groups:
             across = GROUPS * LANES * head_bytes
-            gather_groups(kv, head, start, end, here, gathered)
+            gather_groups(kv, head, start, end, here, parts.gathered)
         elif start + KEYS < end:
             # Pages lie anywhere: no prefetcher of the CPU guesses the next one.
-            ahead = found + (start // KEYS + 1) % 2 * GROUPS * 8
+            ahead = parts.found + (start // KEYS + 1) % 2 * GROUPS * 8
             find_groups(kv, head, start + KEYS, end, ahead)
-        score_rows(kv, rows, head_dim, packed, here, ahead, scores)
-        for row in range(rows):
-            high = position + row // sharing + 1 - start
-            low = high - window if window > 0 else 0
-            of, to = scores + row * KEYS * F32_BYTES, weights + row * KEYS * size
-            so_far = state + row * 2 * F32_BYTES
-            weigh_row(kv, of, low, high, scale, cap, so_far, mixed + row * mixed_bytes, head_dim, to)
-        mix_rows(kv, rows, head_dim, weights, here, ahead, across, mixed)
+        seen = position + 1 - start
+        if in_tiles(kv):
+            values = parts.gathered + across
+            if whole_groups:
+                values = parts.gathered
+                bring_together(head_dim, here, ahead, across, values)
+            attend_in_tiles(kv, sight, rows, head_dim, seen, min(KEYS, end - start), here, ahead, parts, values)
+        else:
+            attend_in_vectors(kv, sight, rows, head_dim, seen, here, ahead, across, parts)
     for row in range(rows):
         to = out + row // sharing * out_bytes + row % sharing * head_bytes
-        share = splat(np.float32(1) / get_f32(state + row * 2 * F32_BYTES + F32_BYTES))
+        share = share_of(parts.totals + row * VECTOR_BYTES)
         for at in range(0, head_dim, LANES):
-            store(kv, to + at * size, multiply(load(F32, mixed + row * mixed_bytes + at * F32_BYTES), share))
+            mixed = load(F32, parts.mixed + row * mixed_bytes + at * F32_BYTES)
+            store(kv, to + at * size, multiply(mixed, share))
+    return shaped

@@ -1,4 +1,4 @@
-"""Compiles a decoder's program, or loads what was compiled before.
+"""Compiles a decoder's program and the choice of ids, or loads what was compiled before.
 
 Compiling takes 10 to 15 s, loading 0.3. What was compiled lies in a folder named after a digest of the kernels' sources
 and numba's version; inside it, numba tells programs of different CPUs apart. The versions that were used last stay, the
@@ -23,6 +23,7 @@ import numpy as np
 from numba.core import event, types
 
 from headrace.ops.simd import instructions
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.vector import BF16, F32, Q8
 
 Elements: TypeAlias = Literal["float32", "bfloat16", "q8"]
@@ -34,7 +35,7 @@ WITNESSES: Final[dict[str, Any]] = {"float32": F32, "bfloat16": BF16, "q8": Q8}
 
 
 def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[int, int], None]) -> None:
-    """Have the program for weights of `elements` and KV of `kv` ready.
+    """Have the program for weights of `elements` and KV of `kv` ready, and the choice of ids.
 
     `folder`: where compiled code is kept; empty, or not to be written: nowhere but in this process, until its end.
     `progress(done, total)` is called with kernels, if there is something to compile.
@@ -43,14 +44,16 @@ def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[i
     if own is not None:
         # Read by numba when it makes the program's cache.
         numba.config.CACHE_DIR = str(own)
-    from headrace.ops.simd import decoder
+    from headrace.ops.simd import decoder, draws
 
     if own is not None:
         decoder.run.enable_caching()
+        draws.choose_rows.enable_caching()
     with event.install_listener("numba:compile", _Listener(progress, len(instructions.KERNELS))):
         tables = types.int64[::1], types.int64[:, ::1], types.float64[::1]
         witnesses = (numba.typeof(WITNESSES[name]) for name in (elements, kv))
         decoder.run.compile((*witnesses, *tables, types.int64))
+        draws.choose_rows.compile(draws.SIGNATURE)
     if own is not None:
         os.utime(own)
         _prune(own.parent)
@@ -69,7 +72,8 @@ class _Listener(event.Listener):  # type: ignore[misc]
 
     def on_end(self, event: object) -> None:
         self._done += 1
-        self._progress(min(self._done, self._total), self._total)
+        if self._done <= self._total:
+            self._progress(self._done, self._total)
 
 
 def _writable(folder: Path) -> Path | None:
@@ -94,8 +98,8 @@ def _prune(folder: Path) -> None:
 
 
 def _digest() -> str:
-    """numba itself looks at the time of one of the files only."""
-    digest = hashlib.sha256(f"{numba.__version__} {np.__version__}".encode())
+    """numba itself looks at the time of one of the files only, and knows the CPU, not whether its tiles are refused."""
+    digest = hashlib.sha256(f"{numba.__version__} {np.__version__} {AMX}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

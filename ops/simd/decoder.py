@@ -20,9 +20,10 @@ from typing import Any, Final
 
 import numba
 
-from headrace.ops.simd.attention import HeadPages, attend_block, capped
+from headrace.ops.simd.amx import release_tiles
+from headrace.ops.simd.attention import HeadPages, attend_block
 from headrace.ops.simd.copies import Pages, copy_phase
-from headrace.ops.simd.inputs import GROUP, group_bytes, store_group
+from headrace.ops.simd.inputs import GROUP, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
 from headrace.ops.simd.products import TILE_BYTES, adding_phase, gated_phase, product_phase
 from headrace.ops.simd.rows import (
@@ -34,6 +35,7 @@ from headrace.ops.simd.rows import (
     write_key,
     write_value,
 )
+from headrace.ops.simd.softmax import Sight, capped
 from headrace.ops.simd.tables import ATTEND, COPY, MLP, OUTPUT, STOP, Constant, LayerField, StepField
 from headrace.ops.simd.team import await_job, barrier, begin_job, claim
 from headrace.ops.simd.vector import F32, F32_BYTES, VECTOR_BYTES, get_address, get_i32, load, store, value_bytes
@@ -105,7 +107,7 @@ def input_phase(element: Any, kv: Any, cells: int, phase: int, step: Any, width:
             for at in range(width // GROUP):
                 here = source + at * group
                 low, high = load(kv, here), load(kv, here + group // 2)
-                store_group(element, out + at * group_bytes(element), low, high)
+                store_group(element, out, at, width // GROUP, low, high)
         piece = claim(cells, phase)
 
 
@@ -120,7 +122,8 @@ def table_of(step: Any, row: int) -> int:
 def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, constants: Any, scratch: int) -> None:
     """Every block of tokens, with each KV head."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
-    sharing, size = heads // kv_heads, value_bytes(kv)
+    sharing, size, shaped = heads // kv_heads, value_bytes(kv), 0
+    sight = Sight(sharing, window, constants[Constant.SCORE_SCALE], constants[Constant.SCORE_CAP])
     piece = claim(cells, phase)
     while piece < step[_S.ITEMS] * kv_heads:
         # The last blocks of a chunk see the most: they come first.
@@ -139,22 +142,22 @@ def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, con
             head * step[_S.HEAD_PLANE_BYTES],
             (kv_heads + head) * step[_S.HEAD_PLANE_BYTES],
         )
-        attend_block(
+        shaped = attend_block(
             kv,
             head_pages,
             step[_S.QUERIES] + token * step[_S.QUERY_BYTES] + of_head,
             step[_S.QUERY_BYTES],
             tokens,
             get_i32(step[_S.ROW_KV_LEN] + row * 4) - end + token,
-            sharing,
-            constants[Constant.SCORE_SCALE],
-            window,
-            constants[Constant.SCORE_CAP],
+            sight,
             scratch,
             step[_S.ATTENDED] + token * step[_S.ATTENDED_BYTES] + of_head,
             step[_S.ATTENDED_BYTES],
+            shaped,
         )
         piece = claim(cells, phase)
+    if shaped > 0:
+        release_tiles()
 
 
 @kernel
@@ -174,6 +177,7 @@ def attend_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, sc
         layer[_L.QKV_PANEL_BYTES],
         step[_S.WIDTH_STEPS],
         step[_S.QKV_TILES],
+        scratch,
         step[_S.QKV],
         step[_S.QKV_BYTES],
     )
@@ -223,7 +227,20 @@ def residual_phases(
         return
     added = step[_S.ADDED]
     product_phase(
-        element, cells, threads, phase, rows, row_bytes, tokens, weights, panel_bytes, steps, tiles, added, x_bytes
+        element,
+        cells,
+        threads,
+        phase,
+        rows,
+        row_bytes,
+        tokens,
+        weights,
+        panel_bytes,
+        steps,
+        tiles,
+        scratch,
+        added,
+        x_bytes,
     )
     barrier(cells, threads)
     piece = claim(cells, phase + 1)
@@ -306,7 +323,7 @@ def cap_phase(cells: int, phase: int, step: Any, cap: float) -> None:
 
 
 @kernel
-def output_job(element: Any, step: Any, constants: Any) -> None:
+def output_job(element: Any, step: Any, constants: Any, scratch: int) -> None:
     cells, threads = step[_S.CELLS], step[_S.THREADS]
     norm_phase(element, cells, 11, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
     barrier(cells, threads)
@@ -322,6 +339,7 @@ def output_job(element: Any, step: Any, constants: Any) -> None:
         step[_S.OUTPUT_PANEL_BYTES],
         step[_S.WIDTH_STEPS],
         step[_S.LOGITS_TILES],
+        scratch,
         step[_S.LOGITS],
         step[_S.LOGITS_BYTES],
     )
@@ -349,7 +367,7 @@ def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread
     if job & MLP:
         mlp_job(element, kv, step, layers, constants, scratch)
     if job & OUTPUT:
-        output_job(element, step, constants)
+        output_job(element, step, constants, scratch)
     if job & COPY:
         copy_job(step)
 

@@ -1,10 +1,11 @@
 """What a matrix product takes: rows in groups of 32 values, in the form of the weights' elements.
 
-    F32   32 float32
-    BF16  32 bfloat16
-    Q8    32 bfloat16, and their sum as a float32
+    F32   [in] float32
+    BF16  [in] bfloat16
+    Q8    [in] bfloat16, then float32 [in / 32]: the sum of each group; and nothing, up to a whole line of 64 bytes
 
-Weights of Q8 are code · scale + offset in a group: the sum is what the offset is multiplied with.
+`in` is filled up with zeros to whole groups. Weights of Q8 are code · scale + offset in a group: the sum is what the
+offset is multiplied with.
 """
 
 from __future__ import annotations
@@ -27,29 +28,28 @@ from headrace.ops.simd.instructions import (
     offset,
     store_to,
 )
-from headrace.ops.simd.vector import VALUE_BYTES, emit_load, emit_store, folded
+from headrace.ops.simd.vector import F32_BYTES, VALUE_BYTES, VECTOR_BYTES, emit_load, emit_store, folded
 
 GROUP: Final = 32
-Q8_GROUP_BYTES: Final = GROUP * 2 + 4
+Q8_VALUES_BYTES: Final = GROUP * VALUE_BYTES[types.uint16]
+"""Of a group's values in Q8."""
 
 
-def input_bytes(element: Any) -> int:
-    """Bytes of a group, by the element's numba type."""
-    return Q8_GROUP_BYTES if element == types.int8 else GROUP * VALUE_BYTES[element]
+def q8_row_bytes(width: int) -> int:
+    """From a row of `width` values to the next."""
+    used = -(-width // GROUP) * (Q8_VALUES_BYTES + F32_BYTES)
+    return -(-used // VECTOR_BYTES) * VECTOR_BYTES
 
 
-@instruction(INT, ELEMENT)
-def group_bytes(b: Builder, element: Any) -> Value:
-    """Bytes of a group of inputs."""
-    return const(input_bytes(element))
-
-
-@instruction(NOTHING, ELEMENT, ADDRESS, F32x16, F32x16)
-def store_group(b: Builder, element: Any, address: Value, low: Value, high: Value) -> None:
-    """32 values, as inputs of products with weights of these elements."""
+@instruction(NOTHING, ELEMENT, ADDRESS, INT, INT, F32x16, F32x16)
+def store_group(b: Builder, element: Any, row: Value, group: Value, groups: Value, low: Value, high: Value) -> None:
+    """32 values, as group number `group` of so many in a row of inputs for weights of these elements."""
     kept = types.uint16 if element == types.int8 else element
+    size = VALUE_BYTES[kept]
+    address = b.add(row, b.mul(group, const(GROUP * size)))
     emit_store(b, kept, address, low)
-    emit_store(b, kept, offset(b, address, LANES * VALUE_BYTES[kept]), high)
+    emit_store(b, kept, offset(b, address, LANES * size), high)
     if element == types.int8:
-        halves = [emit_load(b, kept, offset(b, address, at)) for at in (0, LANES * VALUE_BYTES[kept])]
-        store_to(b, offset(b, address, GROUP * VALUE_BYTES[kept]), folded(b, b.fadd(*halves), b.fadd))
+        halves = [emit_load(b, kept, offset(b, address, at)) for at in (0, LANES * size)]
+        sums = b.add(row, b.mul(groups, const(Q8_VALUES_BYTES)))
+        store_to(b, b.add(sums, b.mul(group, const(F32_BYTES))), folded(b, b.fadd(*halves), b.fadd))

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, codegen, types
+from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
 Value: TypeAlias = Any
@@ -29,6 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LANES: Final = 16
 
 f32: Final = ir.FloatType()
+f64: Final = ir.DoubleType()
 i1: Final = ir.IntType(1)
 i8: Final = ir.IntType(8)
 i16: Final = ir.IntType(16)
@@ -75,6 +76,8 @@ ADDRESS: Final = types.int64
 """Of a byte in memory."""
 INT: Final = types.int64
 FLOAT: Final = types.float32
+DOUBLE: Final = types.float64
+BOOL: Final = types.boolean
 NOTHING: Final = types.none
 
 
@@ -124,16 +127,6 @@ def instruction(result: Any, *operands: Any) -> Callable[[Callable[..., Value]],
         return made
 
     return decorate
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# What the host has
-
-
-def host_features() -> frozenset[str]:
-    """LLVM's names of the features that code is compiled for: the host's, unless numba was told otherwise."""
-    flags = codegen.get_host_cpu_features() if numba.config.CPU_FEATURES is None else numba.config.CPU_FEATURES
-    return frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
                                                                       scales and their offsets
 
 A lane of Q8 has 8 codes of 4 bits: those of an even place along the sum in its low half, of an odd one in its high.
-Codes of 8 bits are two planes of a group, the high halves first. `tiles` reads a code as 16 + code, so an offset is the
+Codes of 8 bits are two planes of a group, the high halves first. `q8` reads a code as 16 + code, so an offset is the
 group's minimum - 16 · scale. Both sides are filled up with zeros: `out` to a whole tile of 64, `in` to a whole group of
 32.
 """
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from headrace.ops.simd.inputs import GROUP
 from headrace.ops.simd.instructions import LANES
-from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
+from headrace.ops.simd.q8 import Q8_WEIGHT_BYTES
+from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.simd.vector import LANE_BYTES
 from headrace.ops.weights.groups import Groups
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from numba.core import types
+from numba.extending import overload
 
-from headrace.ops.simd.inputs import group_bytes, store_group
-from headrace.ops.simd.instructions import kernel
+from headrace.ops.simd.amx import TILE_ROWS, configure_rows, release_tiles
+from headrace.ops.simd.amx_products import PASS_ROWS, multiply_in_tiles
+from headrace.ops.simd.amx_q8 import BUFFER_BYTES, flush_subnormals
+from headrace.ops.simd.inputs import store_group
+from headrace.ops.simd.instructions import KERNEL_OPTIONS, kernel
+from headrace.ops.simd.q8_products import multiply_groups
 from headrace.ops.simd.tables import GELU
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.team import claim
-from headrace.ops.simd.tiles import MAX_ROWS, PANELS, TILE_COLUMNS, fetched_beside, product_rows, tile_height
+from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_groups, in_tiles, product_rows, tile_height
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -19,6 +26,7 @@ from headrace.ops.simd.vector import (
     divide,
     exp,
     fma,
+    is_bf16,
     load,
     multiply,
     splat,
@@ -27,10 +35,86 @@ from headrace.ops.simd.vector import (
     zeros,
 )
 
-ROW_BLOCK: Final = 96
-"""Rows that a tile of columns takes at a time: their inputs and the tile's weights fit the second cache together."""
 TILE_BYTES: Final = TILE_COLUMNS * F32_BYTES
-SCRATCH_TILE_BYTES: Final = MAX_ROWS * TILE_BYTES
+BLOCK_ROWS: Final = 96
+"""Rows that a tile of columns takes at a time: their inputs and the tile's weights fit the second cache together."""
+MOST_BLOCK_ROWS: Final = 256
+"""The same in AMX tiles, which need so many to compute while the next columns come from memory."""
+PRODUCT_SCRATCH_BYTES: Final = BUFFER_BYTES + (MOST_BLOCK_ROWS + TILE_ROWS) * TILE_BYTES
+"""Of a thread: what q8 needs, and the sums of a block."""
+
+
+@kernel
+def block_rows(element: Any, rows: int, tiles: int, threads: int) -> int:
+    """Rows of a piece of a phase's work. The last ones are up to 16 more, so that no piece has fewer than 16 unless the
+    phase has."""
+    if in_tiles(element) == 0:
+        return BLOCK_ROWS
+    block = MOST_BLOCK_ROWS
+    # Enough pieces that threads end together.
+    while block > 2 * PASS_ROWS and blocks_of(rows, block) * tiles < 4 * threads:
+        block //= 2
+    return block
+
+
+@kernel
+def blocks_of(rows: int, block: int) -> int:
+    return max(rows - TILE_ROWS, 0) // block + 1
+
+
+@kernel
+def begin_products(element: Any, rows: int) -> None:
+    """In every thread, before products of so many rows in all: shape the tiles, where products are made in them."""
+    if in_tiles(element) != 0:
+        configure_rows(min(rows, TILE_ROWS))
+    if in_groups(element) != 0:
+        flush_subnormals(1)
+
+
+@kernel
+def end_products(element: Any) -> None:
+    if in_tiles(element) != 0:
+        release_tiles()
+    if in_groups(element) != 0:
+        flush_subnormals(0)
+
+
+def _multiply(*arguments: Any) -> None:
+    """`multiply_block`, of which numba compiles the one of three that the elements need: each takes it some seconds."""
+    raise AssertionError("only kernels call this")
+
+
+@overload(_multiply, jit_options=KERNEL_OPTIONS, strict=False)  # type: ignore[untyped-decorator]
+def _multiply_of(
+    element: Any,
+    x: Any,
+    x_bytes: Any,
+    rows: Any,
+    weights: Any,
+    following: Any,
+    panel_bytes: Any,
+    steps: Any,
+    out: Any,
+    out_bytes: Any,
+    buffer: Any,
+) -> Any:
+    def in_groups(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        multiply_groups(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
+
+    def in_amx_tiles(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        multiply_in_tiles(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes)
+
+    def in_registers(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        row = 0
+        while row < rows:
+            height, to = tile_height(rows - row), out + row * out_bytes
+            ahead = fetched_beside(row, rows, weights, following, panel_bytes)
+            product_rows(element, height, x + row * x_bytes, x_bytes, weights, ahead, panel_bytes, steps, to, out_bytes)
+            row += height
+
+    if element == types.int8:
+        return in_groups
+    return in_amx_tiles if AMX and is_bf16(element) else in_registers
 
 
 @kernel
@@ -45,14 +129,13 @@ def multiply_block(
     steps: int,
     out: int,
     out_bytes: int,
+    buffer: int,
 ) -> None:
-    """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next."""
-    row = 0
-    while row < rows:
-        height, to = tile_height(rows - row), out + row * out_bytes
-        ahead = fetched_beside(row, rows, weights, following, panel_bytes)
-        product_rows(element, height, x + row * x_bytes, x_bytes, weights, ahead, panel_bytes, steps, to, out_bytes)
-        row += height
+    """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next.
+
+    `steps`: lanes along the sum; groups in q8, whose planes `panel_bytes` counts. `buffer`: `q8.BUFFER_BYTES`.
+    """
+    _multiply(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
 
 
 @kernel
@@ -68,27 +151,33 @@ def product_phase(
     panel_bytes: int,
     steps: int,
     tiles: int,
+    scratch: int,
     out: int,
     out_bytes: int,
 ) -> None:
     """out = x · weights."""
-    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
+    block = block_rows(element, rows, tiles, threads)
+    blocks = blocks_of(rows, block)
+    begin_products(element, rows)
     piece = claim(cells, phase)
     while piece < tiles * blocks:
-        tile, first = piece // blocks, piece % blocks * ROW_BLOCK
+        tile, first = piece % tiles, piece // tiles * block
+        height = rows - first if piece // tiles == blocks - 1 else block
         multiply_block(
             element,
             x + first * x_bytes,
             x_bytes,
-            min(ROW_BLOCK, rows - first),
+            height,
             weights + PANELS * tile * panel_bytes,
             weights + PANELS * (tile + threads) * panel_bytes,
             panel_bytes,
             steps,
             out + first * out_bytes + tile * TILE_BYTES,
             out_bytes,
+            scratch,
         )
         piece = claim(cells, phase)
+    end_products(element)
 
 
 @kernel
@@ -109,25 +198,26 @@ def adding_phase(
     out_bytes: int,
 ) -> None:
     """out += x · weights."""
-    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
+    block = block_rows(element, rows, tiles, threads)
+    blocks = blocks_of(rows, block)
+    sums = scratch + BUFFER_BYTES
+    begin_products(element, rows)
     piece = claim(cells, phase)
     while piece < tiles * blocks:
-        tile, first = piece // blocks, piece % blocks * ROW_BLOCK
+        tile, first = piece % tiles, piece // tiles * block
+        height = rows - first if piece // tiles == blocks - 1 else block
         columns = weights + PANELS * tile * panel_bytes
         following = columns + PANELS * threads * panel_bytes
-        row, end = first, min(first + ROW_BLOCK, rows)
-        while row < end:
-            height = tile_height(end - row)
-            ahead = fetched_beside(row - first, end - first, columns, following, panel_bytes)
-            product_rows(
-                element, height, x + row * x_bytes, x_bytes, columns, ahead, panel_bytes, steps, scratch, TILE_BYTES
-            )
-            for at in range(height):
-                here, to = scratch + at * TILE_BYTES, out + (row + at) * out_bytes + tile * TILE_BYTES
-                for column in range(0, TILE_BYTES, VECTOR_BYTES):
-                    store(F32, to + column, add(load(F32, to + column), load(F32, here + column)))
-            row += height
+        inputs = x + first * x_bytes
+        multiply_block(
+            element, inputs, x_bytes, height, columns, following, panel_bytes, steps, sums, TILE_BYTES, scratch
+        )
+        for row in range(height):
+            here, to = sums + row * TILE_BYTES, out + (first + row) * out_bytes + tile * TILE_BYTES
+            for column in range(0, TILE_BYTES, VECTOR_BYTES):
+                store(F32, to + column, add(load(F32, to + column), load(F32, here + column)))
         piece = claim(cells, phase)
+    end_products(element)
 
 
 @kernel
@@ -161,25 +251,24 @@ def gated_phase(
 ) -> None:
     """out = activation(x · gate) · (x · up), as inputs of the next product. A tile is 32 columns of gate, then the same
     of up."""
-    blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
+    block = block_rows(element, rows, tiles, threads)
+    blocks = blocks_of(rows, block)
+    sums = scratch + BUFFER_BYTES
+    begin_products(element, rows)
     piece = claim(cells, phase)
     while piece < tiles * blocks:
-        tile, first = piece // blocks, piece % blocks * ROW_BLOCK
+        tile, first = piece % tiles, piece // tiles * block
+        height = rows - first if piece // tiles == blocks - 1 else block
         columns = weights + PANELS * tile * panel_bytes
         following = columns + PANELS * threads * panel_bytes
-        row, end = first, min(first + ROW_BLOCK, rows)
-        while row < end:
-            height = tile_height(end - row)
-            ahead = fetched_beside(row - first, end - first, columns, following, panel_bytes)
-            product_rows(
-                element, height, x + row * x_bytes, x_bytes, columns, ahead, panel_bytes, steps, scratch, TILE_BYTES
-            )
-            for at in range(height):
-                here = scratch + at * TILE_BYTES
-                low = multiply(activated(activation, load(F32, here)), load(F32, here + 2 * VECTOR_BYTES))
-                high = multiply(
-                    activated(activation, load(F32, here + VECTOR_BYTES)), load(F32, here + 3 * VECTOR_BYTES)
-                )
-                store_group(element, out + (row + at) * out_bytes + tile * group_bytes(element), low, high)
-            row += height
+        inputs = x + first * x_bytes
+        multiply_block(
+            element, inputs, x_bytes, height, columns, following, panel_bytes, steps, sums, TILE_BYTES, scratch
+        )
+        for row in range(height):
+            here = sums + row * TILE_BYTES
+            low = multiply(activated(activation, load(F32, here)), load(F32, here + 2 * VECTOR_BYTES))
+            high = multiply(activated(activation, load(F32, here + VECTOR_BYTES)), load(F32, here + 3 * VECTOR_BYTES))
+            store_group(element, out + (first + row) * out_bytes, tile, tiles, low, high)
         piece = claim(cells, phase)
+    end_products(element)

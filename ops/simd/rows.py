@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.ops.simd.inputs import GROUP, group_bytes, store_group
+from headrace.ops.simd.inputs import GROUP, store_group
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.vector import (
     F32,
@@ -52,8 +52,7 @@ def normalize_row(element: Any, x: int, weight: int, width: int, epsilon: float,
         here, of = x + at * F32_BYTES, weight + at * F32_BYTES
         first = multiply(multiply(load(F32, here), scale), load(F32, of))
         second = multiply(multiply(load(F32, here + VECTOR_BYTES), scale), load(F32, of + VECTOR_BYTES))
-        store_group(element, out, first, second)
-        out += group_bytes(element)
+        store_group(element, out, at // GROUP, (width + GROUP - 1) // GROUP, first, second)
 
 
 @kernel

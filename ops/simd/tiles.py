@@ -16,7 +16,6 @@ from typing import Any, Final
 from llvmlite import ir
 from numba.core import types
 
-from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
 from headrace.ops.simd.instructions import (
     ADDRESS,
     ELEMENT,
@@ -31,10 +30,8 @@ from headrace.ops.simd.instructions import (
     const,
     every_int,
     every_lane,
-    f32,
     f32x16,
     fused,
-    host_features,
     i32,
     i32x16,
     i64,
@@ -46,10 +43,9 @@ from headrace.ops.simd.instructions import (
     spread,
     store_to,
 )
+from headrace.ops.simd.target import AMX, WIDE, host_features
 from headrace.ops.simd.vector import LANE_BYTES, VECTOR_BYTES, emit_prefetch, is_bf16
 
-WIDE: Final = "avx512f" in host_features()
-"""32 registers of a whole vector; elsewhere a vector takes 2 of 16 registers (AVX2), or 4 of 32 (NEON)."""
 MAX_ROWS: Final = 6
 """More rows of fewer panels were slower: 12 of 2 by a fifth at 8 and 32 rows, and in Q8 at 512."""
 PANELS: Final = 4
@@ -57,27 +53,34 @@ PANELS: Final = 4
 AHEAD_PANELS: Final = 2
 """Panels that a tile brings to the cache for a later one."""
 TILE_COLUMNS: Final = PANELS * LANES
-Q8_WEIGHT_BYTES: Final = GROUP // 2 * LANES + 2 * VECTOR_BYTES
-"""A plane of a group of a panel: 4 lanes of 16 columns with 8 codes each, 16 float32 scales, and 16 offsets."""
-_CODE_SHIFTS: Final = (3, -1, -5, -9)
-"""To the left, for each of a lane's four pairs of codes: to where bfloat16 has the highest bits of its fraction."""
 
 Sums = list[list[Value]]
 """[rows][panels] of F32x16."""
 
 
-def _panels_at_once(element: Any, height: int) -> int:
+@instruction(INT, ELEMENT)
+def in_tiles(b: Builder, element: Any) -> Value:
+    """1 if products of these elements are made in AMX tiles."""
+    return const(int(AMX and element != types.float32))
+
+
+@instruction(INT, ELEMENT)
+def in_groups(b: Builder, element: Any) -> Value:
+    """1 for weights of q8."""
+    return const(int(element == types.int8))
+
+
+def panels_at_once(height: int, registers: int = 1) -> int:
     """Panels of a tile whose sums fit the registers: 24 of 32, beside a vector of each panel and one of the rows.
 
-    A sum of Q8 is two: of the group, and of all groups before it.
+    `registers`: of a sum.
     """
     if not WIDE:
         return 1
-    sums = 24 // height // (2 if element == types.int8 else 1)
-    return next(panels for panels in (4, 2, 1) if panels <= max(sums, 1))
+    return next(panels for panels in (4, 2, 1) if panels <= 24 // (height * registers))
 
 
-def _dot(b: Builder, element: Any, total: Value, row: Value, panel: Value) -> Value:
+def dot(b: Builder, element: Any, total: Value, row: Value, panel: Value) -> Value:
     """`total` + the products of the lanes of `row` and `panel`, int32 vectors that hold packed values."""
     if not is_bf16(element):
         return fused(b, b.bitcast(row, f32x16), b.bitcast(panel, f32x16), total)
@@ -96,13 +99,6 @@ def _first_of_pair(b: Builder, lanes: Value) -> Value:
 
 def _second_of_pair(b: Builder, lanes: Value) -> Value:
     return b.bitcast(b.and_(lanes, every_int(-65536)), f32x16)
-
-
-def _pair_of_codes(b: Builder, lanes: Value, number: int) -> Value:
-    """Two codes of each lane as bfloat16: 16 + code, whose bits are those of 16 and the code itself."""
-    by = _CODE_SHIFTS[number]
-    moved = b.shl(lanes, every_int(by)) if by > 0 else b.lshr(lanes, every_int(-by))
-    return b.or_(b.and_(moved, every_int(0x00780078)), every_int(0x41804180))
 
 
 def _accumulate(
@@ -130,69 +126,24 @@ def _accumulate(
         for at, row in enumerate(rows):
             lane = spread(b, load_from(b, b.add(row, row_at), i32))
             for beside, vector in enumerate(vectors):
-                totals.append(_dot(b, element, flat[at * len(panels) + beside], lane, vector))
+                totals.append(dot(b, element, flat[at * len(panels) + beside], lane, vector))
         return totals
 
     flat = loop(b, steps, [total for row in start for total in row], body)
     return [flat[at : at + len(panels)] for at in range(0, len(flat), len(panels))]
 
 
-def _accumulate_groups(
-    b: Builder,
-    groups: Value,
-    planes: Value,
-    rows: Sequence[Value],
-    panels: Sequence[Value],
-    ahead: Sequence[Value],
-    start: Sums,
-) -> Sums:
-    """The same for Q8: a plane's sum of inputs · (16 + code) is scaled, and the inputs' sum times the offset added.
-
-    `planes`: of all `groups`, as many or twice as many.
-    """
-    halves = b.zext(b.icmp_signed(">", planes, groups), i64)
-
-    def body(k: Value, flat: list[Value]) -> list[Value]:
-        row_at, panel_at = b.mul(b.lshr(k, halves), const(Q8_GROUP_BYTES)), b.mul(k, const(Q8_WEIGHT_BYTES))
-        here = [b.add(row, row_at) for row in rows]
-        beside = [b.add(panel, panel_at) for panel in panels]
-        for address in ahead:
-            for line in range(0, Q8_WEIGHT_BYTES, VECTOR_BYTES):
-                emit_prefetch(b, offset(b, b.add(address, panel_at), line))
-        sums = [[every_lane(0.0)] * len(panels) for _ in rows]
-        for lane in range(4):
-            codes = [load_from(b, offset(b, panel, lane * VECTOR_BYTES), i32x16) for panel in beside]
-            for pair in range(4):
-                weights = [_pair_of_codes(b, lanes, pair) for lanes in codes]
-                for at, row in enumerate(here):
-                    inputs = spread(b, load_from(b, offset(b, row, (4 * lane + pair) * LANE_BYTES), i32))
-                    sums[at] = [_dot(b, types.uint16, total, inputs, two) for total, two in zip(sums[at], weights)]
-        scales, offsets = (
-            [load_from(b, offset(b, panel, (4 + part) * VECTOR_BYTES), f32x16) for panel in beside] for part in (0, 1)
-        )
-        totals = []
-        for at, row in enumerate(here):
-            whole = spread(b, load_from(b, offset(b, row, GROUP * 2), f32))
-            for panel in range(len(panels)):
-                before = fused(b, whole, offsets[panel], flat[at * len(panels) + panel])
-                totals.append(fused(b, sums[at][panel], scales[panel], before))
-        return totals
-
-    flat = loop(b, planes, [total for row in start for total in row], body)
-    return [flat[at : at + len(panels)] for at in range(0, len(flat), len(panels))]
-
-
-def _addresses(b: Builder, first: Value, stride: Value, count: int) -> list[Value]:
+def addresses(b: Builder, first: Value, stride: Value, count: int) -> list[Value]:
     return [b.add(first, b.mul(stride, const(at))) for at in range(count)]
 
 
-def _keep(b: Builder, sums: Sums, rows: Sequence[Value], first_panel: int) -> None:
+def keep(b: Builder, sums: Sums, rows: Sequence[Value], first_panel: int) -> None:
     for at, row in enumerate(rows):
         for beside, total in enumerate(sums[at]):
             store_to(b, offset(b, row, (first_panel + beside) * VECTOR_BYTES), total)
 
 
-def _nothing(rows: int, panels: int) -> Sums:
+def nothing(rows: int, panels: int) -> Sums:
     return [[every_lane(0.0)] * panels for _ in range(rows)]
 
 
@@ -213,25 +164,19 @@ def product_tile(
     out: Value,
     out_bytes: Value,
 ) -> None:
-    """1 to 6 rows times 64 columns → float32 [rows, 64]. `steps`: lanes along the sum; groups in Q8, whose planes
-    `panel_bytes` counts.
+    """1 to 6 rows times 64 columns → float32 [rows, 64]. `steps`: lanes along the sum.
 
     `ahead`: two panels to bring to the cache meanwhile.
     """
 
     def emit(height: int) -> None:
-        inputs, outputs = _addresses(b, x, x_bytes, height), _addresses(b, out, out_bytes, height)
-        width = _panels_at_once(element, height)
+        inputs, outputs = addresses(b, x, x_bytes, height), addresses(b, out, out_bytes, height)
+        width = panels_at_once(height)
         for first in range(0, PANELS, width):
             panels = [b.add(weights, b.mul(panel_bytes, const(first + at))) for at in range(width)]
-            later = _addresses(b, ahead, panel_bytes, AHEAD_PANELS) if first == 0 else []
-            start = _nothing(height, width)
-            if element == types.int8:
-                planes = b.sdiv(panel_bytes, const(Q8_WEIGHT_BYTES))
-                sums = _accumulate_groups(b, steps, planes, inputs, panels, later, start)
-            else:
-                sums = _accumulate(b, element, steps, inputs, panels, later, const(VECTOR_BYTES), start)
-            _keep(b, sums, outputs, first)
+            later = addresses(b, ahead, panel_bytes, AHEAD_PANELS) if first == 0 else []
+            sums = _accumulate(b, element, steps, inputs, panels, later, const(VECTOR_BYTES), nothing(height, width))
+            keep(b, sums, outputs, first)
 
     by_case(b, rows, HEIGHTS, emit)
 
@@ -260,15 +205,15 @@ def scores_tile(
     groups, later = _four(b, found, const(0)), _four(b, ahead, const(0))
 
     def emit(height: int) -> None:
-        inputs = _addresses(b, queries, query_bytes, height)
-        outputs = _addresses(b, out, const(PANELS * VECTOR_BYTES), height)
-        width = _panels_at_once(element, height)
+        inputs = addresses(b, queries, query_bytes, height)
+        outputs = addresses(b, out, const(PANELS * VECTOR_BYTES), height)
+        width = panels_at_once(height)
         for first in range(0, PANELS, width):
             here = slice(first, first + width)
-            start = _nothing(height, width)
+            start = nothing(height, width)
             step = const(VECTOR_BYTES)
             sums = _accumulate(b, element, steps, inputs, groups[here], later[here], step, start)
-            _keep(b, sums, outputs, first)
+            keep(b, sums, outputs, first)
 
     by_case(b, rows, HEIGHTS, emit)
 
@@ -297,8 +242,8 @@ def mix_tile(
     groups, later = _four(b, found, shift), _four(b, ahead, shift)
 
     def emit(height: int, count: int) -> None:
-        inputs, outputs = _addresses(b, weights, weight_bytes, height), _addresses(b, out, out_bytes, height)
-        width = min(_panels_at_once(element, height), count)
+        inputs, outputs = addresses(b, weights, weight_bytes, height), addresses(b, out, out_bytes, height)
+        width = min(panels_at_once(height), count)
         for first in range(0, count, width):
             here = range(first, first + width)
             sums = [[load_from(b, offset(b, row, at * VECTOR_BYTES), f32x16) for at in here] for row in outputs]
@@ -308,7 +253,7 @@ def mix_tile(
                     [offset(b, address, at * VECTOR_BYTES) for at in here] for address in (group, next_group)
                 )
                 sums = _accumulate(b, element, const(lanes), lanes_here, vectors, following, step_bytes, sums)
-            _keep(b, sums, outputs, first)
+            keep(b, sums, outputs, first)
 
     def of_width(count: int) -> None:
         by_case(b, rows, HEIGHTS, functools.partial(emit, count=count))

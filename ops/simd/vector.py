@@ -2,11 +2,12 @@
 
     load store                    16 elements at an address, converted from and to float32
     splat zeros                   the same value in every lane
-    add subtract multiply divide fma maximum absolute exp
-    sum_lanes max_lanes first_lane
-    where_below where_from        lanes by their number
+    add subtract multiply divide fma maximum absolute exp power
+    sum_lanes sum_f64 max_lanes first_lane
+    any_above any_from keep_from  comparisons of lanes
+    where_between                 lanes by their number
     even_lanes odd_lanes swapped  for pairs of lanes
-    get_… put_…                   one value in memory
+    get_… put_… prefetch          one value in memory, a line of it
 
 A kind of elements is named by a witness (`F32`, `BF16`, `Q8`), which a kernel takes as an argument; numba compiles the
 kernel once for each. *Packed* memory has lanes of four bytes: one float32, two bfloat16 or eight codes of 4 bits that
@@ -26,6 +27,8 @@ from numba.core import types
 
 from headrace.ops.simd.instructions import (
     ADDRESS,
+    BOOL,
+    DOUBLE,
     ELEMENT,
     FLOAT,
     INT,
@@ -41,8 +44,8 @@ from headrace.ops.simd.instructions import (
     every_lane,
     f32,
     f32x16,
+    f64,
     fused,
-    host_features,
     i8,
     i16,
     i16x16,
@@ -55,6 +58,7 @@ from headrace.ops.simd.instructions import (
     spread,
     store_to,
 )
+from headrace.ops.simd.target import host_features
 
 F32: Final = np.float32(0)
 BF16: Final = np.uint16(0)
@@ -139,6 +143,12 @@ def get_i32(b: Builder, address: Value) -> Value:
     return b.sext(load_from(b, address, i32, 4), i64)
 
 
+@instruction(FLOAT, INT)
+def as_f32(b: Builder, bits: Value) -> Value:
+    """The float32 of the low 32 bits."""
+    return b.bitcast(b.trunc(bits, i32), f32)
+
+
 @instruction(ADDRESS, ADDRESS)
 def get_address(b: Builder, address: Value) -> Value:
     return load_from(b, address, i64, 8)
@@ -170,6 +180,11 @@ def emit_prefetch(b: Builder, address: Value) -> None:
     """A hint that the line at the address is read soon; harmless where there is none."""
     hints = [ir.Constant(i32, hint) for hint in (0, 3, 1)]
     call(b, "llvm.prefetch.p0", ir.VoidType(), [b.inttoptr(address, i8.as_pointer()), *hints])
+
+
+@instruction(NOTHING, ADDRESS)
+def prefetch(b: Builder, address: Value) -> None:
+    emit_prefetch(b, address)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -252,6 +267,43 @@ def exp(b: Builder, x: Value) -> Value:
     return b.fmul(power, b.bitcast(exponent, f32x16))
 
 
+_POWER: Final[dict[Any, tuple[float, ...]]] = {
+    types.uint16: (5.51716685e-2, 0.242611125, 0.693260968, 0.999928057),
+    types.float32: (1.32764724e-3, 9.67554096e-3, 5.55071309e-2, 0.240221202, 0.693146944, 1.00000012),
+}
+"""2^f for |f| ≤ 1/2, highest power first, with the least largest error there is (Remez): 7.5e-5 of the value, which is
+a 26th of what rounding to bfloat16 may change, and 7.5e-8."""
+_LEAST: Final = -125
+"""The least whole part: the power's own exponent may be -1, and the sum of both stays normal."""
+
+
+@instruction(F32x16, ELEMENT, F32x16, F32x16, F32x16)
+def power(b: Builder, element: Any, x: Value, factor: Value, bias: Value) -> Value:
+    """2^(x · factor - n), as exact as the element needs it, where `bias` is `ROUNDER` - n. Below 2^-125.5 it is 0;
+    NaN stays NaN; from 2^127 on it is wrong.
+
+    Its exponent is the whole part's, which the sum with `bias` has in its low bits.
+    """
+    shifted = fused(b, x, factor, bias)
+    f = fused(b, x, factor, b.fneg(b.fsub(shifted, bias)))
+    first, *others = _POWER[element]
+    value = every_lane(first)
+    for coefficient in others:
+        value = fused(b, value, f, every_lane(coefficient))
+    exponent = b.shl(b.bitcast(shifted, i32x16), every_int(23))
+    scaled = b.add(b.bitcast(value, i32x16), exponent)
+    # Whole numbers, so that the comparison is one of the exponent; it is false for NaN, which passes.
+    none = b.fcmp_ordered("<", shifted, every_lane(ROUNDER + _LEAST))
+    return b.bitcast(b.select(none, every_int(0), scaled), f32x16)
+
+
+@instruction(F32x16, F32x16)
+def power_of_two(b: Builder, n: Value) -> Value:
+    """2^n for whole numbers up to 127; 0 below -126."""
+    n = emit_maximum(b, n, every_lane(-127.0))
+    return b.bitcast(b.shl(b.add(b.fptosi(n, i32x16), every_int(127)), every_int(23)), f32x16)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Across lanes
 
@@ -276,6 +328,31 @@ def max_lanes(b: Builder, x: Value) -> Value:
 @instruction(FLOAT, F32x16)
 def first_lane(b: Builder, x: Value) -> Value:
     return b.extract_element(x, ir.Constant(i32, 0))
+
+
+@instruction(BOOL, F32x16, F32x16)
+def any_above(b: Builder, x: Value, limit: Value) -> Value:
+    """Whether a lane of `x` is larger than `limit`'s."""
+    return b.icmp_unsigned("!=", b.bitcast(b.fcmp_ordered(">", x, limit), i16), ir.Constant(i16, 0))
+
+
+@instruction(BOOL, F32x16, F32x16)
+def any_from(b: Builder, x: Value, limit: Value) -> Value:
+    """Whether a lane of `x` is not below `limit`'s."""
+    return b.icmp_unsigned("!=", b.bitcast(b.fcmp_ordered(">=", x, limit), i16), ir.Constant(i16, 0))
+
+
+@instruction(F32x16, F32x16, F32x16, F32x16)
+def keep_from(b: Builder, x: Value, limit: Value, value: Value) -> Value:
+    """`value` where `x` is not below `limit`, 0 elsewhere."""
+    return b.select(b.fcmp_ordered(">=", x, limit), value, every_lane(0.0))
+
+
+@instruction(DOUBLE, F32x16, F32x16, F32x16, F32x16)
+def sum_f64(b: Builder, w: Value, x: Value, y: Value, z: Value) -> Value:
+    """All lanes of four vectors, added up in float64."""
+    wide = [b.fpext(vector, ir.VectorType(f64, LANES)) for vector in (w, x, y, z)]
+    return folded(b, b.fadd(b.fadd(wide[0], wide[1]), b.fadd(wide[2], wide[3])), b.fadd)
 
 
 @instruction(F32x16, INT, INT, F32x16, F32x16)

@@ -74,7 +74,7 @@ class ModelFolder:
     def open(cls, path: str | os.PathLike[str]) -> ModelFolder:
         """Read the config and map the weights. Raises BadModelFile."""
         folder = Path(path)
-        config = read_json(folder / CONFIG, MAX_CONFIG_BYTES, f"{_missing_config(folder)}")
+        config = read_config_file(folder)
         parts: dict[str, mmap.mmap] = {}
         tensors: dict[str, TensorInfo] = {}
         part_of: dict[str, str] = {}
@@ -103,6 +103,11 @@ class ModelFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """Raises BadModelFile."""
+    return read_json(folder / CONFIG, MAX_CONFIG_BYTES, f"{_missing_config(folder)}")
 
 
 def read_json(path: Path, most_bytes: int, missing: str) -> dict[str, Any]:
@@ -143,8 +148,21 @@ def _parts(folder: Path) -> dict[str, set[str]]:
         return {WEIGHTS: set()}
     if not (folder / INDEX).exists():
         raise BadModelFile(_no_weights(folder))
+    parts = indexed_parts(folder)
+    missing = sorted(part for part in parts if not (folder / part).exists())
+    if missing:
+        raise BadModelFile(
+            f"{str(folder)!r} lacks {len(missing)} of the {len(parts)} files that {INDEX} names, "
+            f"the first is {missing[0]}. {_AGAIN}"
+        )
+    return parts
+
+
+def indexed_parts(folder: Path) -> dict[str, set[str]]:
+    """Each file of weights that the index names, and what it says is in it: names alone, of files beside it. Raises
+    BadModelFile."""
     try:
-        index = msgspec.convert(read_json(folder / INDEX, MAX_INDEX_BYTES, ""), _Index)
+        index = msgspec.convert(read_json(folder / INDEX, MAX_INDEX_BYTES, f"{str(folder)!r} lacks {INDEX}"), _Index)
     except msgspec.ValidationError as error:
         raise BadModelFile(f"{str(folder / INDEX)!r} is not an index of weights: {error}. {_AGAIN}") from None
     parts: dict[str, set[str]] = {}
@@ -154,12 +172,6 @@ def _parts(folder: Path) -> dict[str, set[str]]:
         parts.setdefault(part, set()).add(name)
     if not parts or len(parts) > MAX_PARTS:
         raise BadModelFile(f"{str(folder / INDEX)!r} names {len(parts)} files; 1 to {MAX_PARTS} can be served")
-    missing = sorted(part for part in parts if not (folder / part).exists())
-    if missing:
-        raise BadModelFile(
-            f"{str(folder)!r} lacks {len(missing)} of the {len(parts)} files that {INDEX} names, "
-            f"the first is {missing[0]}. {_AGAIN}"
-        )
     return parts
 
 

@@ -74,7 +74,7 @@ def measure(model: str, dtype: str, seconds: float) -> list[CopySpeed]:
     buffer = mmap.mmap(-1, pages * page_bytes)
     buffer.write(bytes(len(buffer)))
     host = HostPages(buffer, page_bytes, DTYPES[dtype])
-    runner = StepRunner(loaded, [pool], Sampler(STREAMS, config.vocab_size), host, cpu_streams())
+    runner = StepRunner(loaded, [pool], Sampler(STREAMS, config.vocab_size), [host], cpu_streams())
     probe = StepProbe(runner, [pool], config.vocab_size, [SHAPE], pages)
     copies = [_copies(runner, probe, dtype, f"{size >> 20} MiB", page_bytes, pages, seconds) for size in COPIES]
     return [*copies, _copies(runner, probe, dtype, "paced", page_bytes, pages, 2 * seconds)]

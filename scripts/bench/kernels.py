@@ -19,12 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.ops.simd.amx import release_tiles
+from headrace.ops.simd.amx_q8 import BUFFER_BYTES
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
-from headrace.ops.simd.inputs import GROUP, Q8_GROUP_BYTES
+from headrace.ops.simd.inputs import GROUP, q8_row_bytes
 from headrace.ops.simd.instructions import LANES, kernel
-from headrace.ops.simd.products import multiply_block
+from headrace.ops.simd.products import begin_products, block_rows, blocks_of, end_products, multiply_block
+from headrace.ops.simd.q8 import Q8_WEIGHT_BYTES
 from headrace.ops.simd.rows import normalize_row
-from headrace.ops.simd.tiles import Q8_WEIGHT_BYTES, TILE_COLUMNS
+from headrace.ops.simd.softmax import Sight
+from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 
 IN, OUT = 576, 3072
@@ -49,7 +53,7 @@ class Element(NamedTuple):
 ELEMENTS: Final = (
     Element("float32", F32, IN * 4, IN * 4 * LANES, IN),
     Element("bfloat16", BF16, IN * 2, IN * 2 * LANES, IN // 2),
-    Element("q8", Q8, IN // GROUP * Q8_GROUP_BYTES, IN // GROUP * Q8_WEIGHT_BYTES, IN // GROUP),
+    Element("q8", Q8, q8_row_bytes(IN), IN // GROUP * Q8_WEIGHT_BYTES, IN // GROUP),
 )
 
 
@@ -65,23 +69,39 @@ class Figure(msgspec.Struct):
 
 @kernel
 def all_columns(
-    element: Any, x: int, x_bytes: int, rows: int, weights: int, panel_bytes: int, steps: int, out: int, columns: int
+    element: Any,
+    x: int,
+    x_bytes: int,
+    rows: int,
+    weights: int,
+    panel_bytes: int,
+    steps: int,
+    out: int,
+    columns: int,
+    buffer: int,
 ) -> None:
-    """The product as a layer does it: for each tile of columns, blocks of 96 rows."""
-    for tile in range(columns // TILE_COLUMNS):
-        for first in range(0, rows, 96):
+    """The product as a layer does it: for each block of rows, tiles of columns."""
+    begin_products(element, rows)
+    block = block_rows(element, rows, columns // TILE_COLUMNS, 1)
+    blocks = blocks_of(rows, block)
+    for number in range(blocks):
+        first = number * block
+        height = rows - first if number == blocks - 1 else block
+        for tile in range(columns // TILE_COLUMNS):
             multiply_block(
                 element,
                 x + first * x_bytes,
                 x_bytes,
-                min(96, rows - first),
+                height,
                 weights + tile * 4 * panel_bytes,
                 weights + (tile + 1) * 4 * panel_bytes,
                 panel_bytes,
                 steps,
                 out + (first * columns + tile * TILE_COLUMNS) * 4,
                 columns * 4,
+                buffer,
             )
+    end_products(element)
 
 
 @kernel
@@ -90,27 +110,27 @@ def all_heads(
 ) -> None:
     """Attention of `rows` requests in bfloat16, each with `tokens` tokens at the end of its context."""
     sharing, page_bytes = HEADS // KV_HEADS, 2 * KV_HEADS * PAGE * DIM * 2
-    row_bytes, block = HEADS * DIM * 2, 48 // sharing
+    row_bytes, block, shaped = HEADS * DIM * 2, 48 // sharing, 0
     for row in range(rows):
         for first in range(0, tokens, block):
             for head in range(KV_HEADS):
                 at = (row * tokens + first) * row_bytes + head * sharing * DIM * 2
                 keys, values = head * PAGE * DIM * 2, (KV_HEADS + head) * PAGE * DIM * 2
-                attend_block(
+                shaped = attend_block(
                     BF16_WITNESS,
                     HeadPages(table + row * (context // PAGE + 1) * 4, pages, page_bytes, PAGE, DIM, keys, values),
                     queries + at,
                     row_bytes,
                     min(block, tokens - first),
                     context - tokens + first,
-                    sharing,
-                    0.125,
-                    0,
-                    0.0,
+                    Sight(sharing, 0, 0.125, 0.0),
                     scratch,
                     out + at,
                     row_bytes,
+                    shaped,
                 )
+    if shaped > 0:
+        release_tiles()
 
 
 BF16_WITNESS: Final = BF16
@@ -138,7 +158,7 @@ def products(element: Element, read: float) -> list[Figure]:
     # Small values: what is multiplied does not change how long it takes, but subnormals would.
     weights = torch.full((COPIES, weight_bytes), 60, dtype=torch.uint8)
     x = torch.full((max(ROWS), element.row_bytes), 60, dtype=torch.uint8)
-    out = torch.zeros((max(ROWS), OUT))
+    out, buffer = torch.zeros((max(ROWS), OUT)), torch.zeros(BUFFER_BYTES, dtype=torch.uint8)
 
     def multiply(rows: int, columns: int, copy: int) -> None:
         of = weights[copy].data_ptr()
@@ -152,6 +172,7 @@ def products(element: Element, read: float) -> list[Figure]:
             element.steps,
             out.data_ptr(),
             columns,
+            buffer.data_ptr(),
         )
 
     peak = 2 * 96 * TILE_COLUMNS * IN / fastest_us(lambda turn: multiply(96, TILE_COLUMNS, 0), 200)

@@ -26,7 +26,9 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.sampler import Sampler
+from headrace.ops.sampling import choose
 from headrace.ops.simd.compiler import Elements, prepare
+from headrace.ops.simd.draws import Chooser
 from headrace.ops.step import StepRunner
 from headrace.ops.streams import cpu_streams
 from headrace.ops.warm_up import StepProbe, StepShape
@@ -92,7 +94,9 @@ def measure(path: str, modes: list[str], threads: int, seconds: float, code: str
         pages = max(max(STREAMS) * (CONTEXT_TOKENS // PAGE_TOKENS + 1), max(PROMPTS) // PAGE_TOKENS)
         dtype = DTYPES["float32" if mode.endswith("float32") else "bfloat16"]
         pool = KvPool(group, pages, PAGE_TOKENS, max(STREAMS), max(PROMPTS), dtype)
-        runner = StepRunner(model, [pool], Sampler(max(STREAMS), config.vocab_size), None, cpu_streams())
+        chooser = choose if mode.startswith("torch") else Chooser(config.vocab_size)
+        sampler = Sampler(max(STREAMS), config.vocab_size, chooser)
+        runner = StepRunner(model, [pool], sampler, [], cpu_streams())
         probes[mode] = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
     for shape in SHAPES:
         report.speeds += _speeds(probes, shape, seconds)

@@ -87,7 +87,7 @@ def _by_torch(config: ModelConfig, device: Device, dtype: str) -> Requests:
     model = Decoder(RandomWeights(config, kind, torch.device("cpu")), config, config.context_tokens)
     pages = SLOTS * config.context_tokens // 16
     pools = [KvPool(start.groups[0], pages, 16, SLOTS, config.context_tokens, kind)]
-    runner = StepRunner(model, pools, Sampler(SLOTS, config.vocab_size), None, cpu_streams())
+    runner = StepRunner(model, pools, Sampler(SLOTS, config.vocab_size), (), cpu_streams())
     return Requests(runner, shared_ring(start)[1], pages)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.ops.wire import U32
-from headrace.sched.executors.oracle import CONTENT_BYTES, content, draw, prompt_logprob_at
+from headrace.sched.executors.oracle import Context, draw, prompt_logprob_at
 from headrace.sched.messages import Finished, PromptLogprobs, Started, Submit
 from headrace.server.sim.grammar import compile_toy
 
@@ -24,7 +24,8 @@ from headrace.server.sim.grammar import compile_toy
 class Watched:
     """One request, as its client sees it."""
 
-    def __init__(self, submit: Submit, vocab: int, began_s: float) -> None:
+    def __init__(self, submit: Submit, vocab: int, began_s: float, windows: Sequence[int] = ()) -> None:
+        """`windows`: of the device's window groups."""
         self.submit = submit
         self.ids: list[int] = []
         self.began_s = self.moved_s = began_s
@@ -37,9 +38,9 @@ class Watched:
         """A stop string was found in it."""
         self._vocab = vocab
         self._seed = submit.sampling.seed & 0xFFFFFFFFFFFFFFFF
-        self._contents = bytearray()
-        self._last = bytes(CONTENT_BYTES)
-        self._extend(submit.prompt_ids.tolist())
+        self._windows = windows
+        self._context = Context(windows)
+        self._context.extend(submit.prompt_ids.tolist())
         grammar = submit.sampling.grammar
         self._matcher = None if grammar is None else compile_toy(grammar, vocab)
         self._mask: U32 = np.zeros((vocab + 31) // 32, np.uint32)
@@ -51,15 +52,16 @@ class Watched:
         for token in ids:
             position = len(got)
             banned = sampling.stop_ids if position < sampling.min_tokens else ()
-            want = draw(self._contents, self._seed, position, self._vocab, banned, self._next_mask())
+            seen = self._context.seen(len(self._context))
+            want = draw(seen, self._seed, position, self._vocab, banned, self._next_mask())
             assert token == want, (
                 f"request {self.submit.request} got {token} at output {position}, alone it gets {want}: it has read "
-                f"other KV than its own {len(self._contents) // CONTENT_BYTES} tokens'"
+                f"other KV than its own {len(self._context)} tokens'"
             )
             assert position < sampling.max_tokens, f"request {self.submit.request} got more than its max_tokens"
             assert not got or got[-1] not in sampling.stop_ids or position - 1 < sampling.min_tokens, "ids after a stop"
             got.append(token)
-            self._extend((token,))
+            self._context.extend((token,))
             if self._matcher is not None and token not in sampling.stop_ids:
                 assert self._matcher.accept(token), "the matcher does not take what its mask allows"
 
@@ -88,12 +90,8 @@ class Watched:
         assert not complete, f"request {self.submit.request} got ids after its grammar was complete"
         return self._mask
 
-    def _extend(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._last = content(self._last, token)
-            self._contents += self._last
-
     def _judge_prompt_logprobs(self) -> None:
         prompt, first = self.submit.prompt_ids.tolist(), self.submit.sampling.prompt_logprobs_from
         got = {part.start + i: float(value) for part in self.prompt_logprobs for i, value in enumerate(part.logprobs)}
-        assert got == {position: prompt_logprob_at(prompt, position) for position in range(first, len(prompt))}
+        wanted = range(first, len(prompt))
+        assert got == {position: prompt_logprob_at(prompt, position, self._windows) for position in wanted}

@@ -24,7 +24,7 @@ from headrace.sched.messages import NeverFits, Overloaded, SamplingParams, Submi
 from headrace.sched.stages import first_of
 from headrace.server.sim.grammar import END_ID
 from headrace.server.sim.judge import Watched
-from headrace.server.sim.torture_shapes import random_shape
+from headrace.server.sim.torture_shapes import hybrid_shape, random_shape
 from headrace.server.sim.virtual_loop import run
 from headrace.server.sim.world import VOCAB, World, WorldShape
 
@@ -41,9 +41,15 @@ class Report(msgspec.Struct, frozen=True):
     digest: str
 
 
-def torture(seed: int, requests: int, shape: WorldShape | None = None, check_every_step: bool = True) -> Report:
-    """Run `requests` requests under the faults of `seed`, in a world of a shape that the seed draws, or of this one.
-    Raises AssertionError where an invariant fails, or EngineFailed where one failed inside the engine."""
+def torture(
+    seed: int, requests: int, shape: WorldShape | None = None, check_every_step: bool = True, hybrid: bool = False
+) -> Report:
+    """Run `requests` requests under the faults of `seed`, in a world of a shape that the seed draws, or of this one;
+    `hybrid`: with a window group, which the seed draws too. Raises AssertionError where an invariant fails, or
+    EngineFailed where one failed inside the engine."""
+    if hybrid:
+        rng = random.Random(seed)
+        shape = hybrid_shape(rng, shape or random_shape(rng))
     try:
         return run(_torture(seed, requests, shape, check_every_step), max_virtual_s=86_400, max_turns=1 << 40)
     except ExceptionGroup as group:
@@ -122,6 +128,8 @@ def _happened(world: World, schedule: _Schedule) -> dict[str, int]:
             "prefetched bytes: wasted": status.prefetch_wasted_bytes,
             "prefetched bytes: cancelled": status.prefetch_cancelled_bytes,
             "prefetched bytes: declined": status.prefetch_declined_bytes,
+            "matches cut short for want of a window": sum(group.short_matches for group in status.window_groups),
+            "window pages copied to the host": sum(group.copied_pages for group in status.window_groups),
             "seeds without overlap": int(not world.shape.overlap),
             "seeds without storage": int(not world.shape.storage_pages),
         }

@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from typing import get_args
 
+import msgspec
+
+from headrace.kvcache.layout import LayerGroup
 from headrace.kvcache.prefetch import PrefetchOptions, PrefetchPolicy
 from headrace.sched.policies import SchedulePolicy
 from headrace.server.sim.storage import StorageTimes, StoreFaults
@@ -50,4 +53,18 @@ def random_shape(rng: random.Random) -> WorldShape:
         step_timeout_s=2.0,
         mask_us=rng.choice((10, 500, 3000)),
         copy_ms=rng.choice((0.0, 1.0, 20.0)),
+    )
+
+
+def hybrid_shape(rng: random.Random, shape: WorldShape) -> WorldShape:
+    """The same with a window group: windows of a few tokens or nearly all, pools from one request's window up."""
+    window_tokens = rng.choice((3, 5, 8, 20, 50))
+    least = LayerGroup("window", window_tokens, (1,), 1, 8, 1).running_pages(shape.page_tokens)
+    most = -(-shape.context_tokens // shape.page_tokens) * shape.slots
+    pages = rng.choice((least, least + rng.randint(0, 20), 3 * least, least * shape.slots, most))
+    return msgspec.structs.replace(
+        shape,
+        window_tokens=window_tokens,
+        window_pages=max(pages, least),
+        window_host_pages=rng.choice((0, 1, 3 * least, 10 * least, 100 * least)) if shape.host_pages else 0,
     )

@@ -27,8 +27,12 @@ from headrace.server.config import BadSetting
 MAX_REQUESTS: Final = 1_000_000
 """Of one trace: a request that waits takes half a kilobyte."""
 BLOCK_TOKENS: Final = 512
+MAX_TOKENS: Final = 1 << 24
+"""Of a prompt, and of an output."""
+MAX_DAYS: Final = 366
+"""From the first request to the last: an idle day takes 0.7 s of CPU, in which the engine looks around every second."""
 
-_Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
+_Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
@@ -45,8 +49,8 @@ class TraceRequest(msgspec.Struct, frozen=True):
 class _MooncakeLine(msgspec.Struct):
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: _Tokens
-    output_length: Annotated[int, Meta(ge=0, le=1 << 24)]
-    hash_ids: list[Annotated[int, Meta(ge=0)]]
+    output_length: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    hash_ids: list[Annotated[int, Meta(ge=0, le=2**63 - 1)]]
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -101,6 +105,11 @@ def read_trace(path: Path, limit: int | None = None, speed: float = 1.0, block_t
             if at_s < last_s:
                 raise BadSetting(f"--trace {path}, line {number}: it came before the one above it. Sort it by time.")
             last_s = at_s
+            if at_s - first_s > MAX_DAYS * 86_400 * speed:
+                raise BadSetting(
+                    f"--trace {path}, line {number}: it comes more than {MAX_DAYS} days after the first, which is all "
+                    "that is simulated. Timestamps are milliseconds; if these are finer, give --speed, or --limit."
+                )
             arrival_ns = round((at_s - first_s) / speed * 1e9)
             requests.append(TraceRequest(arrival_ns, prompt, max(1, outputs), np.array(blocks, np.int64)))
             if len(requests) == (limit or MAX_REQUESTS):
@@ -151,8 +160,8 @@ def _azure(path: Path, block_tokens: int) -> Iterator[_Line]:
                 at = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC)
                 at_s = at.timestamp() + float(f"0.{fraction or 0}")
                 prompt, outputs = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-                if prompt < 1 or outputs < 0:
-                    raise ValueError("a request has at least one prompt token")
+                if not (1 <= prompt <= MAX_TOKENS and 0 <= outputs <= MAX_TOKENS):
+                    raise ValueError(f"a request has 1 to {MAX_TOKENS} prompt tokens and at most so many outputs")
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise BadSetting(
                     f"--trace {path}, line {rows.line_num}: {error}. The columns are TIMESTAMP (such as 2023-11-16 "

@@ -32,6 +32,7 @@ from headrace.ops.wire import (
     Command,
     Forward,
     GroupShape,
+    HostArea,
     Reply,
     RingGeometry,
     Start,
@@ -82,7 +83,13 @@ class WorldShape(msgspec.Struct, frozen=True):
     schedule_policy: SchedulePolicy = "least-work"
     preempt_above: int | None = None
     target_itl_ms: float = 0.0
+    window_tokens: int = 0
+    """Of a window group beside the full one; 0 for none."""
+    window_pages: int = 0
+    """Device pages of the window group."""
     host_pages: int = 0
+    window_host_pages: int = 0
+    """Host pages of the window group."""
     write_policy: WritePolicy = "write_through"
     storage_pages: int = 0
     """Capacity of the storage tier, 0 for none; it needs host pages."""
@@ -185,16 +192,25 @@ class World:
         self._checked = -1
         self._engine_task: asyncio.Task[None] | None = None
         self._moved = asyncio.Event()
-        self.layout = KvLayout(shape.page_tokens, (LayerGroup("full", 0, (0,), 1, 8, 1),))
+        groups = [LayerGroup("full", 0, (0,), 1, 8, 1)]
+        if shape.window_tokens:
+            groups.append(LayerGroup("window", shape.window_tokens, (1,), 1, 8, 1))
+        self.windows = [group.window_tokens for group in groups[1:]]
+        self.layout = KvLayout(shape.page_tokens, tuple(groups))
         chunk = max(shape.prefill_tokens, shape.page_tokens)
-        batch_bytes = max_batch_bytes(shape.slots, shape.context_tokens, chunk, shape.page_tokens, 1)
+        batch_bytes = max_batch_bytes(shape.slots, shape.context_tokens, chunk, shape.page_tokens, len(groups))
         self.geometry = RingGeometry(3, batch_bytes, shape.slots, chunk, VOCAB)
         self.agents = 0
         self.agent: SimAgent | None = None
         self.grammar_lives = 0
         self.grammar_worker: SimGrammarWorker | None = None
         self.store = FaultyStore(shape.storage_pages * 8192, self.rng, shape.store_faults)
-        self.host_pool = bytearray(shape.host_pages * self.layout.host_slot_bytes(0)) if shape.host_pages else None
+        slot_bytes = self.layout.host_slot_bytes(0) if shape.host_pages else 0
+        areas = self.areas = [
+            HostArea(shape.host_pages * slot_bytes, slot_bytes, shape.window_host_pages) for _ in self.windows
+        ]
+        host_pages = shape.host_pages + sum(area.pages for area in areas)
+        self.host_pool = bytearray(host_pages * slot_bytes) if slot_bytes else None
         start = Start(
             model_path="",
             dtype="float32",
@@ -204,13 +220,14 @@ class World:
             max_context_tokens=shape.context_tokens,
             page_tokens=shape.page_tokens,
             ring=self.geometry,
-            groups=[GroupShape("full", 0, [0], 1, 8)],
-            host_slot_bytes=self.layout.host_slot_bytes(0) if shape.host_pages else 0,
+            groups=[GroupShape(one.kind, one.window_tokens, list(one.layers), 1, 8) for one in groups],
+            host_slot_bytes=slot_bytes,
+            window_areas=areas if slot_bytes else [],
         )
         self.options = EngineOptions(
             layout=self.layout,
             start=start,
-            num_pages=[shape.pages],
+            num_pages=[shape.pages, *([shape.window_pages] if self.windows else [])],
             fingerprint=b"oracle",
             max_chunk_tokens=chunk,
             prefill_tokens=shape.prefill_tokens,
@@ -224,6 +241,7 @@ class World:
             schedule_seed=seed,
             target_itl_ms=shape.target_itl_ms,
             host_pages=shape.host_pages,
+            window_host_pages=[area.pages for area in areas],
             storage=self._open_store() if shape.storage_pages else None,
             storage_limits=StorageLimits(lookup_s=0.05, limbo_s=1.0, breaker_s=1.0),
             prefetch=shape.prefetch,
@@ -275,7 +293,7 @@ class World:
         """The same for a ready message; its handle must be `len(requests) + 1`."""
         assert submit.request == len(self.requests) + 1
         self.engine.submit(submit)
-        watched = Watched(submit, VOCAB, running_loop().time())
+        watched = Watched(submit, VOCAB, running_loop().time(), self.windows)
         self.unfinished[submit.request] = self.requests[submit.request] = watched
         self.submitted_s[submit.request] = running_loop().time()
         self.trace.record("submit", submit.request, len(submit.prompt_ids), submit.sampling.max_tokens)
@@ -381,9 +399,9 @@ class World:
             backend="memory",
             capacity_bytes=self.shape.storage_pages * 8192,
             page_tokens=self.shape.page_tokens,
-            slot_bytes=[slot_bytes],
-            host_offsets=[0],
-            host_pages=[self.shape.host_pages],
+            slot_bytes=[slot_bytes, *(area.slot_bytes for area in self.areas)],
+            host_offsets=[0, *(area.offset for area in self.areas)],
+            host_pages=[self.shape.host_pages, *(area.pages for area in self.areas)],
             model=bytes(16),
         )
 

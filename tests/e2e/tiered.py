@@ -72,7 +72,8 @@ class TieredEngine:
         """Everything that was computed has reached storage, and been acknowledged."""
         await until(lambda: not self.engine.writing and self.engine.status().copied_pages > 0)
         status = self.engine.status()
-        assert status.stored_pages == status.copied_pages and not status.unstored_pages + status.skipped_pages
+        copied = status.copied_pages + sum(group.copied_pages for group in status.window_groups)
+        assert status.stored_pages == copied and not status.unstored_pages + status.skipped_pages
 
     async def push_out(self) -> None:
         """Use the whole device for something else."""
@@ -107,11 +108,12 @@ async def tiered_engine(
     try:
         model = read_config(file)
         plan = plan_memory(model, settings, hardware)
-        fingerprint = model_fingerprint(file, plan.layout, plan.dtype, settings.quantization, plan.kernels)
+        quantization, dot = settings.quantization, hardware.dot
+        fingerprint = model_fingerprint(file, plan.layout, plan.dtype, quantization, plan.kernels, dot)
     finally:
         file.close()
     tiers = plan_tiers(settings, plan, hardware, fingerprint)
-    options = engine_options(settings, model_file, model, plan, fingerprint, tiers)
+    options = engine_options(settings, model_file, model, plan, fingerprint, tiers, dot)
     options = msgspec.structs.replace(options, start=worker(options.start))
     host = HostPool(tiers.host_bytes)
     tiered = TieredEngine()

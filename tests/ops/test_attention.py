@@ -54,9 +54,11 @@ def batch_of(rows: list[Row], pool: KvPool, rng: np.random.Generator) -> Forward
     return batch
 
 
-def pool_for(rows: list[Row], shape: Shape, dtype: torch.dtype) -> KvPool:
+def pool_for(rows: list[Row], shape: Shape, dtype: torch.dtype, window_tokens: int = 0) -> KvPool:
+    """With a window, a window group's."""
     pages = sum(-(-(row.prefix + row.tokens) // shape.page_tokens) for row in rows)
-    group = GroupShape("full", 0, [0, 1], shape.kv_heads, shape.head_dim)
+    kind = "window" if window_tokens else "full"
+    group = GroupShape(kind, window_tokens, [0, 1], shape.kv_heads, shape.head_dim)
     return KvPool(group, pages + 2, shape.page_tokens, 12, CONTEXT, dtype)
 
 
@@ -75,11 +77,19 @@ def dense(q: Tensor, k: Tensor, v: Tensor, prefix: int, sharing: int, kind: Scor
 
 
 def check(
-    shape: Shape, rows: list[Row], dtype: torch.dtype, tolerance: float, window_tokens: int = 0, cap: float = 0.0
+    shape: Shape,
+    rows: list[Row],
+    dtype: torch.dtype,
+    tolerance: float,
+    window_tokens: int = 0,
+    cap: float = 0.0,
+    *,
+    forgets: bool = False,
 ) -> None:
+    """`forgets`: the pool is a window group's, and what stands before each row's window is gone."""
     kind = Scores(1.3 / math.sqrt(shape.head_dim), window_tokens, cap)
     rng = np.random.default_rng(3)
-    pool = pool_for(rows, shape, dtype)
+    pool = pool_for(rows, shape, dtype, window_tokens if forgets else 0)
     # A page beyond the rows' own is never looked at.
     pool.pages.fill_(math.nan)
     batch = batch_of(rows, pool, rng)
@@ -94,6 +104,10 @@ def check(
             pool.pages[1, page, :, :, position % pool.page_tokens] = context[position]
         if row.prefix % pool.page_tokens:
             pool.pages[1, page, :, :, row.prefix % pool.page_tokens :] = 0
+        if forgets:
+            gone = max(0, row.prefix + 1 - window_tokens) // pool.page_tokens
+            pool.pages[:, pool.table[slot, :gone]] = math.nan
+            pool.table[slot, :gone] = -1
     queries = torch.randn((batch.counts.tokens, heads, shape.head_dim), generator=random).to(dtype)
     new = torch.cat([context[row.prefix :] for row, context in zip(rows, contexts)])
     qkv = torch.cat((queries.flatten(1), new.flatten(1)), dim=1)
@@ -179,10 +193,20 @@ def test_a_gather_keeps_to_its_bound() -> None:
     assert [group.rows for group in plan.singles] == [2, 2, 2, 2]
 
 
-def test_a_window_group_is_refused() -> None:
-    pool = KvPool(GroupShape("window", 64, [0], 1, 8), 4, 16, 2, CONTEXT, torch.float32)
-    with pytest.raises(ValueError, match="'window' group is not implemented"):
-        plan_attention(batch_of([Row(0, 1)], pool, np.random.default_rng(0)), pool)
+def test_a_window_group_needs_no_page_before_the_window() -> None:
+    rows = [Row(100, 1), Row(3, 1), Row(70, 60), Row(0, 90), Row(64, 1)]
+    check(Shape(2, 2, 16, 16), rows, torch.float32, 1e-5, window_tokens=33, forgets=True)
+
+
+def test_a_page_that_is_missing_inside_the_window_is_noticed() -> None:
+    rows = [Row(100, 1)]
+    pool = pool_for(rows, Shape(1, 1, 8, 16), torch.float32, window_tokens=33)
+    batch = batch_of(rows, pool, np.random.default_rng(0))
+    pool.table[batch.row_slot[0], :4] = -1
+    assert len(pool.begun_pages(batch.row_slot, batch.row_kv_len - 1, batch.row_kv_len)) == 1
+    pool.table[batch.row_slot[0], 4] = -1
+    with pytest.raises(ValueError, match="no page for a position"):
+        pool.begun_pages(batch.row_slot, batch.row_kv_len - 1, batch.row_kv_len)
 
 
 def test_a_position_without_a_page_is_refused() -> None:

@@ -59,6 +59,12 @@ def test_loaded_counts_the_weights_in_memory(small_model: Path) -> None:
     assert 0.5 <= half.weights_bytes / full.weights_bytes < 0.52
 
 
+def test_kernels_that_multiply_otherwise_than_pages_say_are_refused(small_model: Path) -> None:
+    refused = answer_to_start(small_model, kernels="compiled", dtype="bfloat16", dot="other")
+    assert isinstance(refused, Refused)
+    assert "multiply bfloat16 by other" in refused.message
+
+
 def test_ready_names_the_device_and_its_numerics(small_model: Path) -> None:
     driver = Driver(small_model, threads=2)
     ready = driver.replies[-1]
@@ -76,7 +82,7 @@ def test_ready_names_the_device_and_its_numerics(small_model: Path) -> None:
         ({"quantization": "q4", "kernels": "compiled"}, "--quantization q4 is not supported"),
         ({"model_path": "/nowhere/model.gguf"}, "/nowhere/model.gguf"),
         ({"max_context_tokens": 4096}, "--context-length 4096 is longer than the 1024 tokens"),
-        ({"groups": [GroupShape("window", 64, [0, 1], 2, 16)]}, "one group of full attention"),
+        ({"groups": [GroupShape("window", 64, [0, 1], 2, 16)]}, "serves the groups"),
         ({"ring": ring_geometry(99)}, "sized for 99 ids, the model has 131"),
         ({"max_slots": 2}, "there are 2 slots"),
     ],

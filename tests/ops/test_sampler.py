@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import pytest
@@ -12,17 +13,29 @@ from ops.slot_inits import SlotInit, init_counts, write_inits
 from torch import Tensor
 
 from headrace.ops.sampler import Sampler
+from headrace.ops.sampling import Choose, choose
+from headrace.ops.simd.draws import Chooser
 from headrace.ops.wire import BatchRing, Counts, RingGeometry, StepResults
 
 SLOTS, VOCAB = 6, 100
 GEOMETRY = RingGeometry(slots=1, max_batch_bytes=1 << 14, max_samples=SLOTS, max_wants=0, vocab=VOCAB)
 
 
+CHOICES: Final[dict[str, Choose]] = {"torch": choose, "compiled": Chooser(VOCAB)}
+
+
+@pytest.fixture(autouse=True, params=CHOICES)
+def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sampling, "choice", request.param, raising=False)
+
+
 class Sampling:
     """A sampler, and rows of logits that are the same in every step."""
 
+    choice: str
+
     def __init__(self, *inits: SlotInit) -> None:
-        self.sampler = Sampler(SLOTS, VOCAB)
+        self.sampler = Sampler(SLOTS, VOCAB, CHOICES[self.choice])
         self.ring = BatchRing(bytearray(GEOMETRY.size_bytes), GEOMETRY)
         self.begin(*inits)
 

@@ -16,12 +16,16 @@ import pytest
 
 HERE = Path(__file__).parent
 
+AVX512 = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
 TARGETS = {
     # No SIMD that LLVM would not have to make up: what any 64-bit CPU runs.
     "generic": ("generic", ""),
     "avx2": ("x86-64-v3", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2"),
+    "avx512": ("x86-64-v4", f"{AVX512},+avx512bf16"),
+    # The host's own target, on an Intel CPU that has it.
+    "amx": ("sapphirerapids", f"{AVX512},+avx512bf16,+amx-tile,+amx-bf16"),
 }
-WANTED_FLAGS = {"generic": "", "avx2": "avx2"}
+WANTED_FLAGS = {"generic": "", "avx2": "avx2", "avx512": "avx512_bf16", "amx": "amx_bf16"}
 IN_X86 = platform.machine() == "x86_64"
 
 

@@ -226,7 +226,7 @@ def test_b34_old_requests_are_not_starved_by_cache_friendly_newer_ones() -> None
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_looks_up_a_bounded_number_of_waiting_requests(policy: SchedulePolicy) -> None:
     cache = ChangingCache()
-    queue = WaitingQueue(policy, cache, lambda tokens, context: 0.0, np.random.default_rng(0))
+    queue = WaitingQueue(policy, cache, lambda tokens, context: float(tokens), np.random.default_rng(0))
     for order in range(1024):
         queue.add(waiting(order, 8, 0.0), 0.0)
     for step in range(20):
@@ -243,7 +243,7 @@ def test_a_step_looks_up_a_bounded_number_of_waiting_requests(policy: SchedulePo
 @pytest.mark.parametrize("policy", ["lpm", "least-work", "hrrn"])
 def test_what_becomes_cached_moves_a_waiting_request_forward_within_the_rota(policy: SchedulePolicy) -> None:
     cache = ChangingCache()
-    queue = WaitingQueue(policy, cache, lambda tokens, context: 0.0, np.random.default_rng(0))
+    queue = WaitingQueue(policy, cache, lambda tokens, context: float(tokens), np.random.default_rng(0))
     for order in range(100):
         queue.add(waiting(order, 400, 0.0), 0.0)
     queue.begin_step(1.0)
@@ -257,7 +257,7 @@ def test_what_becomes_cached_moves_a_waiting_request_forward_within_the_rota(pol
 
 def test_dfs_weight_orders_a_queue_longer_than_it_looks_at_by_who_came_first() -> None:
     cache = ChangingCache()
-    queue = WaitingQueue("dfs-weight", cache, lambda tokens, context: 0.0, np.random.default_rng(0))
+    queue = WaitingQueue("dfs-weight", cache, lambda tokens, context: float(tokens), np.random.default_rng(0))
     for order in range(DFS_MOST + 5):
         queue.add(waiting(order, 8, 0.0), 0.0)
     for _ in range(DFS_MOST):

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from sim.tiered_world import HOST, PROMPT, play
 
-from headrace.kvcache.cache import Holding, KvCache, Repointed
+from headrace.kvcache.cache import KvCache
+from headrace.kvcache.holding import Holding, Repointed
 from headrace.kvcache.pool import Fence
 from headrace.sched.batch import ScheduleBatch
 from headrace.sched.request import Request

@@ -1,5 +1,6 @@
 """What the machine lets us use, from the files that a kernel shows: each test lays out its own."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.server.hardware import Hardware, read_hardware
@@ -10,14 +11,14 @@ V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,
 NO_LIMIT = 9223372036854771712
 
 
-def machine(root: Path, files: dict[str, str | int], affinity: int = 8) -> Hardware:
+def machine(root: Path, files: Mapping[str, str | int], affinity: int = 8, tiles: bool = False) -> Hardware:
     """The hardware that these files describe, over a machine of 16 GiB with 8 free."""
     laid = {"proc/meminfo": MEMINFO, "proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu avx2\n", **files}
     for name, content in laid.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n" if isinstance(content, int) else content)
-    return read_hardware(root, affinity)
+    return read_hardware(root, affinity, tiles)
 
 
 def test_without_control_groups_the_machine_itself_counts(tmp_path: Path) -> None:
@@ -158,6 +159,22 @@ def test_bfloat16_is_seen_on_x86_and_on_arm(tmp_path: Path) -> None:
     assert machine(tmp_path / "x86", {"proc/cpuinfo": x86}).cpu_name == "Some CPU"
     assert machine(tmp_path / "arm", {"proc/cpuinfo": arm}).bfloat16
     assert not machine(tmp_path / "old", {}).bfloat16
+
+
+def test_how_bfloat16_is_multiplied_follows_from_the_cpu_and_its_kernel(tmp_path: Path) -> None:
+    amx = {"proc/cpuinfo": "flags\t\t: avx512f avx512_bf16 amx_bf16 amx_tile\n"}
+    assert machine(tmp_path / "amx", amx, tiles=True).dot == "amx"
+    assert machine(tmp_path / "refused", amx, tiles=False).dot == "avx512"
+    assert (
+        machine(tmp_path / "avx512", {"proc/cpuinfo": "flags\t\t: avx512f avx512_bf16\n"}, tiles=True).dot == "avx512"
+    )
+    assert machine(tmp_path / "old", {}, tiles=True).dot == "fma"
+
+
+def test_the_kernels_of_this_machine_multiply_as_the_server_says() -> None:
+    from headrace.ops.simd.target import DOT
+
+    assert read_hardware().dot == DOT
 
 
 def test_this_machine_can_be_read() -> None:

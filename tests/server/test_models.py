@@ -26,15 +26,16 @@ from headrace.server.models import (
     CatalogModel,
     ModelProblem,
     NotCached,
+    OnHub,
     Part,
     cache_folder,
     fetch_model,
+    hub_model,
     list_models,
-    models_command,
     remove_model,
     resolve,
-    shown_progress,
 )
+from headrace.server.models_cli import models_command, shown_progress
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4000
 TINY = CatalogModel(
@@ -388,10 +389,23 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve(str(tmp_path), tmp_path, CATALOGUE) == tmp_path
 
 
-@pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-3.2-1B"])
-def test_of_a_hub_id_is_said_how_to_fetch_it(tmp_path: Path, model: str) -> None:
-    with pytest.raises(ModelProblem, match=rf"none is downloaded.*hf download {model} --local-dir.*one of: tiny"):
-        resolve(model, tmp_path, CATALOGUE)
+@pytest.mark.parametrize(
+    ("text", "name", "revision"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", "main"),
+        ("meta-llama/Llama-3.2-1B@refs/pr/3", "meta-llama/Llama-3.2-1B", "refs/pr/3"),
+    ],
+)
+def test_what_is_not_here_may_be_on_the_hub(tmp_path: Path, text: str, name: str, revision: str) -> None:
+    with pytest.raises(OnHub, match=f"headrace models fetch {text}"):
+        resolve(text, tmp_path, CATALOGUE)
+    assert hub_model(text) == (name, revision)
+
+
+def test_a_folder_that_is_here_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/name", tmp_path, CATALOGUE) == Path("org/name")
 
 
 @pytest.mark.parametrize("model", ["models/mine.gguf", "../mine", "/models/mine"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from headrace.server import cli
 from headrace.server.config import flag_of
 from headrace.server.sim.scenario import SIM_RULES
+from headrace.server.sim.shapes import DEVICES, MODELS
 from headrace.server.simulate_cli import MANUAL
 
 TRACE = Path(__file__).parent.parent / "data" / "conversation_cut.jsonl"
@@ -52,6 +54,12 @@ def test_compared_values_are_columns_and_two_flags_are_combined(
     assert rows[0]["figures"]["ttft_ms"]["p50"] < rows[1]["figures"]["ttft_ms"]["p50"]
 
 
+@pytest.mark.parametrize(("field", "names"), [("model_shape", MODELS), ("device", DEVICES)])
+def test_the_manual_names_all_that_can_be_chosen(field: str, names: Mapping[str, object]) -> None:
+    text = next(flag.help for flags in MANUAL.values() for flag in flags if flag.field == field)
+    assert all(name in text for name in names)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -66,6 +74,8 @@ def test_compared_values_are_columns_and_two_flags_are_combined(
         (["simulate", "--trace", str(TRACE), "--model-shape", "llama-3.1-70b"], "give a larger --tp-size"),
         (["simulate", "--trace", "/nowhere.jsonl"], "--trace /nowhere.jsonl can't be read"),
         ([*QUICK, "--json", "/nowhere/runs.json"], "/nowhere is no directory"),
+        ([*QUICK, "--json", "/"], "/ can't be written: it is a directory."),
+        ([*QUICK, "--disk-cache-size", "99999999TB"], "--disk-cache-size 99999999TB: give a size below 1000TB"),
         ([*QUICK, "--calibration", "/nowhere.jsonl"], "--calibration /nowhere.jsonl can't be read"),
     ],
 )

@@ -13,7 +13,7 @@ from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
 from headrace.server.config import BadSetting, Settings
 from headrace.server.sizing import DoesNotFit, MemoryPlan, plan_memory
-from headrace.server.tiering import DEFAULT_DISK_BYTES, TierPlan, plan_tiers, size_of, storage_backend
+from headrace.server.tiering import DEFAULT_DISK_BYTES, TierPlan, check_tiers, plan_tiers, size_of, storage_backend
 
 FINGERPRINT = bytes(range(16))
 
@@ -23,7 +23,9 @@ def memory(free_gib: float = 16, **flags: Any) -> MemoryPlan:
 
 
 def tiers(free_gib: float = 16, **flags: Any) -> TierPlan:
-    return plan_tiers(Settings(**flags), memory(free_gib, **flags), machine(free_gib), FINGERPRINT)
+    settings = Settings(**flags)
+    check_tiers(settings)
+    return plan_tiers(settings, memory(free_gib, **flags), machine(free_gib), FINGERPRINT)
 
 
 def refusal(free_gib: float = 16, **flags: Any) -> str:
@@ -179,10 +181,25 @@ def test_a_flag_of_a_tier_that_is_not_there_is_refused(flags: dict[str, Any], sa
     assert refusal(**flags).startswith(says)
 
 
+def test_a_directory_that_cant_be_used_is_refused_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadSetting, match=r"file/kv can't be made: Not a directory\. Give a directory"):
+        check_tiers(Settings(disk_cache_dir=str(tmp_path / "file" / "kv")))
+    check_tiers(Settings(disk_cache_dir=str(tmp_path / "kv")))
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_disk_tier_is_in_the_table_of_the_start(tmp_path: Path) -> None:
+    plan = tiers(disk_cache_dir=str(tmp_path), disk_cache_size="1GB")
+    assert plan.disk == (10**9, str(tmp_path))
+    assert tiers(hicache_storage_backend="memory", disk_cache_size="1GB").disk is None
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"disk_cache_size": "20"}, "--disk-cache-size 20: give a size such as 500MB, 20GB or 1.5TB."),
+        ({"disk_cache_size": "20"}, "--disk-cache-size 20: give a size below 1000TB, such as 500MB, 20GB "),
+        ({"disk_cache_size": "1000TB"}, "--disk-cache-size 1000TB: give a size below 1000TB"),
         ({"disk_cache_size": "-1GB"}, "--disk-cache-size -1GB: give a size"),
         ({"disk_cache_size": "1GiB"}, "--disk-cache-size 1GiB: give a size"),
         ({"hicache_ratio": 0.0}, "--hicache-ratio 0.0: give a factor from 0.1 to 1000."),

@@ -10,8 +10,9 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from headrace.kvcache.cache import Holding, KvCache
-from headrace.kvcache.host import HostTier
+from headrace.kvcache.cache import KvCache
+from headrace.kvcache.holding import Holding
+from headrace.kvcache.host_pool import HostPool
 from headrace.kvcache.pool import Fence, PagePool
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.radix import RadixIndex
@@ -128,7 +129,7 @@ def accept_the_overrun(patch: Patch) -> None:
 
 def overwrite_what_storage_reads(patch: Patch) -> None:
     """A host page is reused while its write is under way."""
-    patch.setattr(HostTier, "begin_write", lambda self, pages, transfer: None)
+    patch.setattr(HostPool, "begin_write", lambda self, pages, transfer: None)
 
 
 def use_a_damaged_piece(patch: Patch) -> None:

@@ -79,6 +79,11 @@ def test_an_azure_trace_has_lengths_and_times_but_shares_nothing(tmp_path: Path)
             "line 2: 600 tokens are 2 blocks",
         ),
         ('{"timestamp": -1, "input_length": 6, "output_length": 5, "hash_ids": [1]}', "line 2"),
+        ('{"timestamp": 4, "input_length": 6, "output_length": 5, "hash_ids": [9223372036854775808]}', "line 2"),
+        (
+            '{"timestamp": 1e300, "input_length": 6, "output_length": 5, "hash_ids": [1]}',
+            "line 2: it comes more than 366 days after the first",
+        ),
     ],
 )
 def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, line: str, says: str) -> None:
@@ -98,9 +103,10 @@ def test_a_request_before_the_one_above_it_is_refused(tmp_path: Path) -> None:
 
 def test_a_malformed_row_of_an_azure_trace_is_named(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,4808,10\nyesterday,5,5\n")
-    with pytest.raises(BadSetting, match="line 3"):
-        read_trace(path)
+    for row in ("yesterday,5,5", "2023-11-16 18:17:04.9,1000000000000,5"):
+        path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,4808,10\n{row}\n")
+        with pytest.raises(BadSetting, match="line 3"):
+            read_trace(path)
 
 
 def test_a_trace_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:

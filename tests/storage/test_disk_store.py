@@ -45,6 +45,8 @@ def test_only_the_contiguous_prefix_is_found(tmp_path: Path) -> None:
     store(disk, run.part(5, 10))
     assert disk.contains(0, run.keys) == 4
     assert disk.contains(0, run.part(5, 10).keys) == 5
+    assert disk.which(0, run.keys) == bytes([1, 1, 1, 1, 0, 1, 1, 1, 1, 1])
+    assert disk.which(1, run.keys) == bytes(10) and disk.which(0, b"") == b""
     got = fetch(disk, run)
     assert (got.good, got.missing, got.corrupt) == (4, 6, 0)
     disk.close()

@@ -17,6 +17,7 @@ def test_what_was_stored_is_read_back_up_to_the_first_gap() -> None:
     store.put(run.part(0, 4), filled(run.part(0, 4)))
     store.put(run.part(5, 10), filled(run.part(5, 10)))
     assert store.contains(0, run.keys) == 4
+    assert store.which(0, run.keys) == bytes([1, 1, 1, 1, 0, 1, 1, 1, 1, 1]) and not any(store.which(1, run.keys))
     pages = empty(run)
     got = store.get(run, pages)
     assert (got.good, got.missing) == (4, 1) and right(run, pages, 4)

@@ -103,6 +103,8 @@ def test_a_lookup_is_answered_while_all_lanes_are_busy() -> None:
     world.read(1, run)
     world.service.handle(Lookup(7, 0, run.keys + chain("b", 1).keys))
     assert world.take() == [Found(7, 8)]
+    world.service.handle(Lookup(8, 0, chain("b", 1).keys + run.keys, each=True))
+    assert world.take() == [Found(8, 0, bytes([0, *[1] * 8]))]
 
 
 def test_b11_a_bad_page_ends_the_read_and_those_before_it_count() -> None:

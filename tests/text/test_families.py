@@ -98,7 +98,7 @@ class Original:
         self.metadata: Metadata = {
             "tokenizer.ggml.model": "llama",
             "tokenizer.ggml.pre": "default",
-            "tokenizer.ggml.tokens": [self.model.id_to_piece(index) for index in ids],
+            "tokenizer.ggml.tokens": [self._text(index, user_defined) for index in ids],
             "tokenizer.ggml.scores": [self.model.get_score(index) for index in ids],
             "tokenizer.ggml.token_type": [self._kind(index, user_defined) for index in ids],
             "tokenizer.ggml.bos_token_id": self.model.bos_id(),
@@ -106,6 +106,11 @@ class Original:
             "tokenizer.ggml.add_space_prefix": add_space,
         }
         self.tokenizer = Tokenizer.from_gguf_metadata(self.metadata)
+
+    def _text(self, index: int, user_defined: list[str]) -> str:
+        """llama.cpp's converter writes whole words with the spaces that they stand for."""
+        piece: str = self.model.id_to_piece(index)
+        return piece.replace("\u2581", " ") if piece in user_defined else piece
 
     def _kind(self, index: int, user_defined: list[str]) -> int:
         if self.model.id_to_piece(index) in user_defined:

@@ -111,6 +111,11 @@ class DiskStore:
         with self._lock:
             return _prefix(self._table.find(group, keys))
 
+    def which(self, group: int, keys: bytes) -> bytes:
+        with self._lock:
+            there: bytes = (self._table.find(group, keys) >= 0).tobytes()
+        return there
+
     def touch(self, group: int, keys: bytes) -> None:
         with self._lock:
             slots = self._table.find(group, keys)

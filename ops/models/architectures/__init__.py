@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
+from headrace.ops.models.architecture import Architecture, refuse_foreign
 from headrace.ops.models.architectures.gemma2 import GEMMA2
 from headrace.ops.models.architectures.gemma3 import GEMMA3
 from headrace.ops.models.architectures.llama import LLAMA
@@ -14,7 +16,7 @@ from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.keys import Keys, UnsupportedModel, shown
 from headrace.ops.models.tensors import stored_tensors
 from headrace.ops.weights.files import ModelFile
-from headrace.ops.weights.folder import CONFIG
+from headrace.ops.weights.folder import CONFIG, read_config_file
 from headrace.ops.weights.gguf import GgufFile, TensorInfo
 
 ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, GEMMA3)
@@ -23,6 +25,13 @@ ARCHITECTURES: Final = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, GEMMA3)
 def read_config(file: ModelFile) -> ModelConfig:
     """Raises UnsupportedModel, also when tensors are missing, too many, or of another shape than they should be."""
     return _from_gguf(file) if isinstance(file, GgufFile) else _from_folder(file)
+
+
+def check_folder_config(folder: Path) -> None:
+    """What config.json tells before the weights are there. Raises UnsupportedModel, BadModelFile."""
+    keys = Keys(f"{folder}/{CONFIG}", read_config_file(folder))
+    _folder_architecture(keys)
+    refuse_foreign(keys)
 
 
 def tensors_of(file: ModelFile, config: ModelConfig) -> dict[str, TensorInfo]:
@@ -44,10 +53,14 @@ def _from_gguf(file: GgufFile) -> ModelConfig:
 def _from_folder(file: ModelFile) -> ModelConfig:
     assert not isinstance(file, GgufFile)
     keys = Keys(f"{file.path}/{CONFIG}", file.config)
+    return _folder_architecture(keys).from_folder(keys, file)
+
+
+def _folder_architecture(keys: Keys) -> Architecture:
     names = keys.texts("architectures")
     for architecture in ARCHITECTURES:
         if architecture.class_name in names:
-            return architecture.from_folder(keys, file)
+            return architecture
     raise _unknown(keys, names[0] if names else None, [each.class_name for each in ARCHITECTURES])
 
 

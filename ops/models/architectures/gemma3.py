@@ -16,7 +16,12 @@ from headrace.ops.models.architecture import (
     folder_window_layers,
     gguf_decoder,
 )
-from headrace.ops.models.architectures.gemma2 import GEMMA_NAMES, HEAD_DIM, gemma_differences
+from headrace.ops.models.architectures.gemma2 import (
+    GEMMA_NAMES,
+    HEAD_DIM,
+    gemma_differences,
+    gguf_attention_scale,
+)
 from headrace.ops.models.config import ModelConfig, Rope
 from headrace.ops.models.keys import Keys
 from headrace.ops.models.rope import scaled_rope
@@ -29,14 +34,13 @@ PATTERN: Final = 6
 FULL_THETA: Final = 1e6
 WINDOW_THETA: Final = 1e4
 SHARED_SCALE_LAYERS: Final = 62
-"""The 27B model, and only that, scales scores by hidden / heads; GGUF tells it by its layers alone."""
+"""The 27B model's, see `gguf_attention_scale`."""
 
 
 def _from_gguf(keys: Keys, file: GgufFile) -> ModelConfig:
     layers, hidden = keys.count(f"{NAME}.block_count"), keys.count(f"{NAME}.embedding_length")
     window = keys.count(f"{NAME}.attention.sliding_window")
     theta = keys.positive(f"{NAME}.rope.freq_base_swa", WINDOW_THETA)
-    shared = layers == SHARED_SCALE_LAYERS
     return gguf_decoder(
         keys,
         file,
@@ -46,7 +50,7 @@ def _from_gguf(keys: Keys, file: GgufFile) -> ModelConfig:
         post_norms=True,
         activation="gelu",
         embedding_scale=math.sqrt(hidden),
-        attention_scale=(hidden / keys.count(f"{NAME}.attention.head_count")) ** -0.5 if shared else 0.0,
+        attention_scale=gguf_attention_scale(keys, NAME, SHARED_SCALE_LAYERS),
         window_rope=Rope(theta),
         # Also where the window hides nothing: its layers turn by their own theta.
         window_tokens=window,

@@ -6,7 +6,8 @@ from typing import Any
 
 from bench.sides.load import I32, PAGE_TOKENS, Load, serve
 
-from headrace.kvcache.cache import Holding, KvCache
+from headrace.kvcache.cache import KvCache
+from headrace.kvcache.holding import Holding
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.pool import Fence
