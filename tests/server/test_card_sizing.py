@@ -25,6 +25,7 @@ from headrace.server.card_sizing import CARD_PROGRAM_BYTES, card_workspace_bytes
 from headrace.server.config import BadSetting, Settings
 from headrace.server.hardware import Hardware
 from headrace.server.launch import NO_TIERS, api_settings, engine_options, with_card
+from headrace.server.sampling_defaults import SamplingDefaults
 from headrace.server.sizing import SPARE_FRACTION, DoesNotFit, MemoryPlan, memory_table, plan_memory, size_text
 
 
@@ -168,6 +169,8 @@ def test_the_table_accounts_for_the_card_and_for_the_host() -> None:
     for part in (made.weights_bytes, made.pool_bytes, made.workspace_bytes, CARD_PROGRAM_BYTES, made.card_left_bytes):
         assert size_text(part) in shown
     assert f"{size_text(made.left_bytes - GIB)} stay free" in shown
+    console.print(memory_table(SMALL, plan(80, SMALL), with_a_card(80)))
+    assert "million in bfloat16" in console.export_text(clear=False) and "twice" not in console.export_text()
 
 
 def test_the_worker_is_told_of_the_card(tmp_path: Path) -> None:
@@ -177,9 +180,9 @@ def test_the_worker_is_told_of_the_card(tmp_path: Path) -> None:
 
 def test_server_info_has_the_device_and_what_of_it_is_planned(tmp_path: Path) -> None:
     settings = Settings(cache=tmp_path)
-    public = api_settings(settings, plan(80), NO_TIERS).public
+    public = api_settings(settings, plan(80), NO_TIERS, SamplingDefaults()).public
     assert (public["device"], public["dtype"], public["card_bytes"]) == ("cuda", "bfloat16", 80 * GIB)
-    assert api_settings(settings, plan(80, SMALL, device="cpu"), NO_TIERS).public["device"] == "cpu"
+    assert api_settings(settings, plan(80, SMALL, device="cpu"), NO_TIERS, SamplingDefaults()).public["device"] == "cpu"
 
 
 def absent() -> Card:
