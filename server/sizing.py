@@ -399,7 +399,9 @@ def memory_table(
     table.add_column()
     pool = f"{plan.pool_tokens} tokens in {plan.num_pages[0]} pages of {plan.layout.page_tokens}"
     kept = plan.dtype if plan.quantization == "none" else plan.quantization
-    table.add_row("weights", size_text(plan.weights_bytes), _of_weights(model, kept))
+    table.add_row(
+        "weights", size_text(plan.weights_bytes), _of_weights(model, kept, twice=model.tied_embeddings and not on_card)
+    )
     table.add_row("KV cache", size_text(plan.pool_bytes), pool)
     if plan.layout.is_hybrid:
         pages = " + ".join(map(str, plan.num_pages[plan.layout.full_groups :]))
@@ -425,9 +427,9 @@ def memory_table(
     return table
 
 
-def _of_weights(model: ModelConfig, kept: str) -> str:
+def _of_weights(model: ModelConfig, kept: str, twice: bool) -> str:
     said = f"{model.parameters / 1e6:.0f} million in {kept}"
-    return f"{said}, embeddings twice" if model.tied_embeddings else said
+    return f"{said}, embeddings twice" if twice else said
 
 
 def size_text(size_bytes: int) -> str:

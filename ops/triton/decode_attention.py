@@ -73,8 +73,8 @@ def attend_decode(
     spans = parts.shape[1]
     widths = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim)}
     cut = {"SPANS": spans, "WINDOW": window, "SPAN": span_tokens, "MOST": MOST_SPANS}
-    # 16 KB of keys at a time, whatever their dtype and width.
-    block_n = min(_KEY_BYTES // (layer.element_size() * power_of_two(head_dim)), 64)
+    # 16 KB of keys at a time, whatever their dtype and width; half of it for short heads in float32, which spill else.
+    block_n = min(_KEY_BYTES // (layer.element_size() * power_of_two(head_dim)), 128 // layer.element_size())
     _attend_spans[(min(ceil_div(programs, kv_heads), rows * spans), kv_heads)](
         q,
         layer,

@@ -169,6 +169,8 @@ def test_the_table_accounts_for_the_card_and_for_the_host() -> None:
     for part in (made.weights_bytes, made.pool_bytes, made.workspace_bytes, CARD_PROGRAM_BYTES, made.card_left_bytes):
         assert size_text(part) in shown
     assert f"{size_text(made.left_bytes - GIB)} stay free" in shown
+    console.print(memory_table(SMALL, plan(80, SMALL), with_a_card(80)))
+    assert "million in bfloat16" in console.export_text(clear=False) and "twice" not in console.export_text()
 
 
 def test_the_worker_is_told_of_the_card(tmp_path: Path) -> None:
