@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import transformers
 from tokenizers import AddedToken
-from transformers.convert_slow_tokenizer import generate_merges
+from transformers.convert_slow_tokenizer import generate_merges  # type: ignore[attr-defined]
 
 from headrace.ops.weights.gguf import GgufFile
 from headrace.server.tokenizer import Tokenizer
