@@ -83,7 +83,7 @@ class CpuBackend:
         progress, quantized = weights_progress(self._reply), start.quantization == "q8"
         if start.kernels == "torch":
             prepare_cpu(start.threads)
-            return load_model(start.model_path, dtype, start.max_context_tokens, progress)
+            return load_model(start.model_path, dtype, start.max_context_tokens, progress, start.kernel_cache)
         # torch only penalizes and reports: its threads would wait by spinning, on the cores of the kernels' threads.
         prepare_cpu(1)
         self._compile(start)

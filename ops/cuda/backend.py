@@ -56,7 +56,7 @@ class CudaBackend:
         torch.set_num_threads(start.threads)
         progress = weights_progress(self._reply)
         path, context_tokens = start.model_path, start.max_context_tokens
-        self._model = load_on_device(path, dtype_of(start), context_tokens, self._device, progress)
+        self._model = load_on_device(path, dtype_of(start), context_tokens, self._device, progress, start.kernel_cache)
         return self._model
 
     def make_runner(

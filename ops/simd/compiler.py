@@ -22,7 +22,7 @@ import numba
 import numpy as np
 from numba.core import event, types
 
-from headrace.ops.simd import instructions
+from headrace.ops.simd import blocks, instructions
 from headrace.ops.simd.target import AMX
 from headrace.ops.simd.vector import BF16, F32, Q8
 
@@ -40,13 +40,10 @@ def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[i
     `folder`: where compiled code is kept; empty, or not to be written: nowhere but in this process, until its end.
     `progress(done, total)` is called with kernels, if there is something to compile.
     """
-    own = _writable(Path(folder) / _digest()) if folder else None
-    if own is not None:
-        # Read by numba when it makes the program's cache.
-        numba.config.CACHE_DIR = str(own)
+    kept = keep(folder)
     from headrace.ops.simd import decoder, draws
 
-    if own is not None:
+    if kept:
         decoder.run.enable_caching()
         draws.choose_rows.enable_caching()
     with event.install_listener("numba:compile", _Listener(progress, len(instructions.KERNELS))):
@@ -54,9 +51,19 @@ def prepare(elements: Elements, kv: Elements, folder: str, progress: Callable[[i
         witnesses = (numba.typeof(WITNESSES[name]) for name in (elements, kv))
         decoder.run.compile((*witnesses, *tables, types.int64))
         draws.choose_rows.compile(draws.SIGNATURE)
-    if own is not None:
-        os.utime(own)
-        _prune(own.parent)
+
+
+def keep(folder: str) -> bool:
+    """Have what decodes stored blocks kept in the folder when it is compiled; whether anything can be kept there."""
+    own = _writable(Path(folder) / _digest()) if folder else None
+    if own is None:
+        return False
+    # Read by numba when it makes a function's cache.
+    numba.config.CACHE_DIR = str(own)
+    blocks.keep()
+    os.utime(own)
+    _prune(own.parent)
+    return True
 
 
 class _Listener(event.Listener):  # type: ignore[misc]

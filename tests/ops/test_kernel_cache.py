@@ -36,6 +36,24 @@ def test_the_second_start_loads_what_the_first_compiled(tmp_path: Path) -> None:
     assert prepared(tmp_path) == "loaded"
 
 
+KEEP = """
+import sys
+from headrace.ops.simd import blocks, compiler
+compiler.keep(sys.argv[1])
+blocks.decode("Q4_K", blocks.np.zeros((1, 144), "u1"), blocks.np.zeros((1, 256), "f4"))
+print(blocks.DECODERS["Q4_K"].stats.cache_hits.total())
+"""
+
+
+def test_what_decodes_stored_blocks_is_kept_too(tmp_path: Path) -> None:
+    def hits() -> str:
+        return subprocess.run(
+            [sys.executable, "-P", "-c", KEEP, str(tmp_path)], capture_output=True, text=True, timeout=600, check=True
+        ).stdout.strip()
+
+    assert (hits(), hits()) == ("0", "1")
+
+
 def test_a_folder_that_cannot_be_written_costs_the_next_start_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
