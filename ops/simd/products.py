@@ -66,7 +66,8 @@ def blocks_of(rows: int, block: int) -> int:
 def begin_products(element: Any, rows: int) -> None:
     """In every thread, before products of so many rows in all: shape the tiles, where products are made in them."""
     if in_tiles(element) != 0:
-        configure_rows(min(rows, TILE_ROWS))
+        # A step in which nobody wants an id has no rows behind its last attention, and a tile of none can't be shaped.
+        configure_rows(max(1, min(rows, TILE_ROWS)))
     if in_groups(element) != 0:
         flush_subnormals(1)
 
