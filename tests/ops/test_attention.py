@@ -203,7 +203,7 @@ def test_a_page_that_is_missing_inside_the_window_is_noticed() -> None:
     pool = pool_for(rows, Shape(1, 1, 8, 16), torch.float32, window_tokens=33)
     batch = batch_of(rows, pool, np.random.default_rng(0))
     pool.table[batch.row_slot[0], :4] = -1
-    assert len(pool.begun_pages(batch.row_slot, batch.row_kv_len - 1, batch.row_kv_len)) == 1
+    assert not len(pool.begun_pages(batch.row_slot, batch.row_kv_len - 1, batch.row_kv_len)), "its page was begun"
     pool.table[batch.row_slot[0], 4] = -1
     with pytest.raises(ValueError, match="no page for a position"):
         pool.begun_pages(batch.row_slot, batch.row_kv_len - 1, batch.row_kv_len)
