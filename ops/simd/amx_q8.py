@@ -71,8 +71,8 @@ _TILE_HEIGHTS: Final = (1, 2, 4, 8, TILE_ROWS)
 AT_ONCE: Final = 4
 """Planes that tiles multiply at once, of up to 4 rows: one at a time, each waits for the one before it to be stored,
 20 ns, not 13. Of more rows there is enough to scale meanwhile."""
-SUMS: Final = PANELS * PIECE_BYTES + AT_ONCE * UNPACKED_BYTES
-"""In the buffer: twice so many tiles of sums, behind the unpacked planes and as many that may be read, not used."""
+SUMS: Final = PANELS * PIECE_BYTES
+"""In the buffer: twice so many tiles of sums, behind the unpacked planes."""
 WHOLES: Final = SUMS + 2 * AT_ONCE * TILE_BYTES
 """Then, for each plane, the sums of 16 rows of inputs."""
 TOTALS: Final = WHOLES + PIECE_PLANES * VECTOR_BYTES
@@ -132,6 +132,8 @@ def _amx_tile(
         to = b.add(sums, b.mul(b.and_(turn, const(1)), const(AT_ONCE * TILE_BYTES)))
         for at in range(count):
             k = b.add(first, const(at))
+            # After the last planes there are no next ones: the last is multiplied again, and not used.
+            k = b.select(b.icmp_signed("<", k, planes), k, b.sub(planes, const(1)))
             fetch_plane(b, b.add(ahead, b.mul(k, const(Q8_WEIGHT_BYTES))), FETCHED_BY_UNPACKING, Q8_WEIGHT_BYTES)
             emit_zero(b, at)
             emit_load_tile(b, 4 + at % 2, b.add(x, b.mul(b.lshr(k, in_two), const(Q8_VALUES_BYTES))), x_bytes)
@@ -163,7 +165,6 @@ def _amx_tile(
 
         def ahead_of_scaling(turn: Value, before: list[Value]) -> list[Value]:
             first = b.mul(turn, const(at_once))
-            # After the last planes the next are not there, but memory is, and what it gives is not used.
             begin(b.add(turn, const(1)), b.add(first, const(at_once)), at_once)
             return scaled(turn, first, at_once, before)
 
