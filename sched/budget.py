@@ -23,7 +23,7 @@ ALONE_STEP_MS: Final = 500.0
 FIXED_BUDGET_TOKENS: Final = 2048
 """Prefill tokens a step where nothing was measured."""
 GUESSED_TOKEN_MS: Final = 1.0
-"""Of a prefill token, where nothing was measured and none has been computed."""
+"""Of a prefill token, where nothing was measured."""
 LONG_STEP_MS: Final = 20.0
 """Past this a step is launched shortly before its predecessor ends, so that arrivals need not wait a whole one more."""
 LAUNCH_LEAD_MS: Final = 3.0
@@ -67,7 +67,6 @@ class CostModel:
         self.token_ms = max((self._rest(cost) / cost.prefill_tokens for cost in fresh[-1:]), default=0.0)
         if not self.measured:
             self.token_ms = GUESSED_TOKEN_MS
-        self._guessed = not self.measured
         deep = max(prefill, key=lambda cost: cost.context_tokens, default=None)
         self.pair_ms = 0.0
         if deep is not None and deep.context_tokens > deep.prefill_tokens:
@@ -96,7 +95,6 @@ class CostModel:
     def observe(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int, step_ms: float) -> None:
         """A step took `step_ms` on the device."""
         if not self.measured:
-            self._learn(prefill_tokens, step_ms)
             return
         raw_ms = self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
         if raw_ms <= 0.0:
@@ -109,13 +107,6 @@ class CostModel:
             self._slow_factor *= 1 + _SLOW_SMOOTHING * ((1 - SLOW_SHARE) if exceeded else -SLOW_SHARE)
         else:
             self._decode_factor += _SMOOTHING * (ratio - self._decode_factor)
-
-    def _learn(self, prefill_tokens: int, step_ms: float) -> None:
-        """Without a warm-up: what a token takes, by the steps there are, so that waiting for storage can be weighed."""
-        if prefill_tokens:
-            share = 1.0 if self._guessed else _SMOOTHING
-            self.token_ms += share * (step_ms / prefill_tokens - self.token_ms)
-            self._guessed = False
 
     def budget(
         self, decode_rows: int, target_ms: float, most_tokens: int, least_tokens: int, promised: bool = False

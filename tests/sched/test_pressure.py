@@ -110,16 +110,12 @@ def test_a_target_that_was_asked_for_is_exceeded_by_few_steps_however_unevenly_t
     assert min(tokens) > 16, "and prompts go on at more than the least"
 
 
-def test_without_a_warm_up_what_a_token_takes_is_guessed_and_then_learnt() -> None:
+def test_without_a_warm_up_what_a_token_takes_is_guessed() -> None:
     costs = CostModel(())
     assert costs.prefill_ms(100, 0) == pytest.approx(100.0)
     assert costs.predict_ms(4, 100, 0) == 0.0, "launches go by what was measured alone"
-    costs.observe(4, 0, 0, 30.0)
     costs.observe(0, 200, 0, 40.0)
-    assert costs.prefill_ms(100, 0) == pytest.approx(20.0)
-    for _ in range(60):
-        costs.observe(0, 200, 0, 80.0)
-    assert costs.prefill_ms(100, 0) == pytest.approx(40.0, rel=0.01)
+    assert costs.prefill_ms(100, 0) == pytest.approx(100.0)
 
 
 def test_a_long_context_makes_a_chunk_shorter() -> None:
