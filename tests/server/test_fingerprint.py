@@ -47,7 +47,14 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def of(folder: Path, **changed: Any) -> bytes:
-    said = {"layout": LAYOUT, "dtype": "float32", "quantization": "none", "kernels": "compiled", **changed}
+    said = {
+        "layout": LAYOUT,
+        "dtype": "float32",
+        "quantization": "none",
+        "kernels": "compiled",
+        "dot": "fma",
+        **changed,
+    }
     with ModelFolder.open(folder) as file:
         return model_fingerprint(file, **said)
 
