@@ -24,6 +24,9 @@ BLOCK: Final = 64
 UNIFORM, TEMPERATURE, TOP_K, TOP_P, MIN_P = range(5)
 """Columns of a row's parameters: those of `draw`, but that a temperature of 0 is greedy."""
 PARAMETERS: Final = 5
+LEAST: Final = -87.0
+"""Of scaled values, of which the largest is 0: what is below is never drawn. It weighs 1.6e-38 or less, and beyond
+1.2e-38 float32 is subnormal, which some count as zero."""
 _BUCKETS: Final = 512
 _ALMOST_ONE: Final = 1 - 2**-40
 
@@ -110,7 +113,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor, top_k: Tensor, t
     # From here on the best id of a row has 0, and no temperature overflows.
     scaled = logits.sub_(highest).div_(temperature[:, None])
     floor = _floor(scaled, top_k, top_p, min_p)
-    weights = scaled.exp() if floor is None else scaled.exp().mul_(scaled >= floor[:, None])
+    weights = scaled.exp().mul_(scaled >= (LEAST if floor is None else floor.clamp(min=LEAST)[:, None]))
     blocks = _blocks(weights, 0.0)
     in_blocks = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms * in_blocks[:, -1]

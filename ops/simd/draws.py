@@ -22,7 +22,7 @@ from numba.core import types
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.ops.sampling import MIN_P, TEMPERATURE, TOP_K, TOP_P, UNIFORM
+from headrace.ops.sampling import LEAST, MIN_P, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
 from headrace.ops.simd.vector import (
     F32,
@@ -57,9 +57,7 @@ PARTS: Final = 1 << _PART_BITS
 
 _FINITE: Final = np.float32(-3e38)
 _NOTHING: Final = np.float32(-np.inf)
-_LEAST: Final = np.float32(-87)
-"""Of scaled values: what is below weighs nothing in float32 beside 1."""
-_CUTOFFS: Final = (-4.0, -8.0, -16.0, float(_LEAST))
+_CUTOFFS: Final = (-4.0, -8.0, -16.0, LEAST)
 """Of scaled values, where top-k and top-p are sought: of the default model's logits for a text, 9 of 49k are above the
 first, 70 above the second, 4400 above the third."""
 _ALMOST_ONE: Final = 1 - 2**-40
@@ -198,7 +196,7 @@ def value_reaching(values: int, weights: int, width: int, counted: bool, wanted:
 @kernel
 def floor_of(values: int, weights: int, vocab: int, width: int, row: int, parameters: Any, sums: Any) -> float:
     """The smallest scaled value that may be drawn."""
-    floor = float(_LEAST)
+    floor = LEAST
     # In a loop, because numba compiles a function for True and for False where it is called with them.
     for counted in (True, False):
         wanted = parameters[row, TOP_K] if counted else parameters[row, TOP_P]

@@ -40,7 +40,7 @@ from headrace.ops.triton.slot_tables import (
 
 _BLOCK: Final = 2048
 _ALMOST_ONE: Final = tl.constexpr(1 - 2**-40)
-_NO_FLOOR: Final = tl.constexpr(0xFFFFFFFF)
+_FURTHEST: Final = tl.constexpr(-sampling.LEAST)
 
 
 def draw(
@@ -159,7 +159,7 @@ def _draw(
             min_p = tl.load(parameters + MIN_P)
             # exp(distance / temperature) as a power of two.
             rate = -LOG2_E / temperature
-            floor = tl.full((), _NO_FLOOR, tl.uint32)
+            floor = (temperature * _FURTHEST).to(tl.uint32, bitcast=True)
             if (top_k > 0) & (top_k < VOCAB):
                 floor = _floor(x, highest, 0.0, floor, top_k.to(tl.float32), VOCAB, BLOCK)
             if top_p < 1:

@@ -51,6 +51,7 @@ def assert_the_same(logits: Tensor, of: NDArray[np.float64]) -> None:
 )
 @example(49_152, 3.0, 0.8, 50, 0.95, 0.0)
 @example(49_152, 0.1, 1.0, 0, 0.95, 0.0)
+@example(15, 60.0, 1.0, 0, 1.0, 0.0)  # a share of 0 of weights that are subnormal
 def test_any_parameters_choose_as_the_reference_does(
     vocab: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
