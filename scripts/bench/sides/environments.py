@@ -114,12 +114,16 @@ def llama_cpp(cache: Path) -> LlamaCpp:
         return made
     if shutil.which("c++") is None:
         raise Unavailable("llama.cpp has to be compiled, and there is no C++ compiler. On Debian: apt install g++")
-    shutil.rmtree(sources, ignore_errors=True)
-    sources.mkdir()
-    wanted = ["--no-deps", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP}", "--dest", str(sources)]
-    environment.pip("download", *wanted)
-    with tarfile.open(next(sources.glob("*.tar.gz"))) as archive:
-        archive.extractall(sources, filter="data")
+    unpacked = root / ".unpacked"
+    if not unpacked.exists():
+        # Else what was compiled before the time ran out is still there, and the rest follows.
+        shutil.rmtree(sources, ignore_errors=True)
+        sources.mkdir()
+        wanted = ["--no-deps", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP}"]
+        environment.pip("download", *wanted, "--dest", str(sources))
+        with tarfile.open(next(sources.glob("*.tar.gz"))) as archive:
+            archive.extractall(sources, filter="data")
+        unpacked.touch()
     say("  compiling llama.cpp for this CPU (five minutes of two cores)")
     cmake, ninja = (str(environment.folder / "bin" / name) for name in ("cmake", "ninja"))
     switches = {"BUILD_SHARED_LIBS": "ON", "GGML_NATIVE": "ON", "CMAKE_BUILD_TYPE": "Release"}
