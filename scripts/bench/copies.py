@@ -25,15 +25,19 @@ from headrace.ops.backend import DTYPES
 from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
-from headrace.ops.models.registry import load_model
+from headrace.ops.models.registry import load_compiled
 from headrace.ops.sampler import Sampler
+from headrace.ops.simd.compiler import Elements, prepare
+from headrace.ops.simd.draws import Chooser
 from headrace.ops.step import StepRunner
 from headrace.ops.streams import cpu_streams
 from headrace.ops.warm_up import StepProbe, StepShape
 from headrace.ops.wire import Backup, GroupShape
 from headrace.sched.budget import CopyPace
+from headrace.server.host_pool import HostPool
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, cache_folder, resolve
 
+KINDS: Final[tuple[Elements, ...]] = ("float32", "bfloat16")
 CONTEXT_TOKENS: Final = 192
 STREAMS: Final = 8
 COPIES: Final = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
@@ -63,18 +67,22 @@ class Report(msgspec.Struct):
     copies: list[CopySpeed]
 
 
-def measure(model: str, dtype: str, seconds: float) -> list[CopySpeed]:
-    """Of every size."""
-    loaded = load_model(model, DTYPES[dtype], CONTEXT_TOKENS, lambda done, total: None)
+def measure(model: str, dtype: Elements, threads: int, code: str, seconds: float) -> list[CopySpeed]:
+    """Of every size, by the kernels and in the memory that a server has. `code`: where compiled kernels lie."""
+    prepare(dtype, dtype, code, lambda done, total: None)
+    loaded = load_compiled(model, DTYPES[dtype], False, CONTEXT_TOKENS, threads, lambda done, total: None)
     config = loaded.config
     group = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
     pages = NUM_PAGES
     pool = KvPool(group, pages, PAGE_TOKENS, STREAMS, CONTEXT_TOKENS + PAGE_TOKENS, DTYPES[dtype])
     page_bytes = len(group.layers) * pool.layer_elements * pool.pages.element_size()
-    buffer = mmap.mmap(-1, pages * page_bytes)
+    memory = HostPool(pages * page_bytes)
+    buffer = mmap.mmap(memory.descriptor, memory.size_bytes)
+    memory.close()
     buffer.write(bytes(len(buffer)))
-    host = HostPages(buffer, page_bytes, DTYPES[dtype])
-    runner = StepRunner(loaded, [pool], Sampler(STREAMS, config.vocab_size), [host], cpu_streams())
+    host = HostPages(buffer, page_bytes, DTYPES[dtype], loaded.copy_pages)
+    sampler = Sampler(STREAMS, config.vocab_size, Chooser(config.vocab_size))
+    runner = StepRunner(loaded, [pool], sampler, [host], cpu_streams())
     probe = StepProbe(runner, [pool], config.vocab_size, [SHAPE], pages)
     copies = [_copies(runner, probe, dtype, f"{size >> 20} MiB", page_bytes, pages, seconds) for size in COPIES]
     return [*copies, _copies(runner, probe, dtype, "paced", page_bytes, pages, 2 * seconds)]
@@ -119,19 +127,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file or a model's name")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="all cores by default")
-    parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="both by default")
+    parser.add_argument("--dtype", choices=KINDS, action="append", help="both by default")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each size")
     parser.add_argument("--json", type=Path, help="write the report to this file too")
     arguments = parser.parse_args()
+    cache = cache_folder(os.environ)
     try:
-        model = str(resolve(arguments.model, cache_folder(os.environ)))
+        model = str(resolve(arguments.model, cache))
     except ModelProblem as problem:
         sys.exit(str(problem))
-    prepare_cpu(arguments.threads)
+    prepare_cpu(1)
     report = Report(device_name(arguments.threads), str(torch.__version__), Path(model).name, [])
     with torch.inference_mode():
-        for dtype in arguments.dtype or DTYPES:
-            report.copies += measure(model, dtype, arguments.seconds)
+        for dtype in arguments.dtype or KINDS:
+            code = str(cache / "kernels")
+            report.copies += measure(model, dtype, arguments.threads, code, arguments.seconds)
     _print(report)
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
