@@ -62,7 +62,10 @@ WORKER_IS_LOST: Final = ("send the request again", "server_restarting")
 PATIENCE_S: Final = 60.0
 
 MODEL = DEFAULT_MODEL
-MODEL_FLAGS: Final = ("--dtype", "float32", "--cpu-threads", "1", "--port", "0", "--skip-server-warmup")
+MODEL_FLAGS: Final = (
+    *("--device", "cpu", "--dtype", "float32", "--cpu-threads", "1"),
+    *("--port", "0", "--skip-server-warmup"),
+)
 TIER_FLAGS: Final = (
     *("--page-size", str(PAGE_TOKENS), "--context-length", "512", "--max-total-tokens", "1024"),
     *("--hicache-size", "0.07", "--disk-cache-size", "8GB"),

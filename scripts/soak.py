@@ -34,7 +34,7 @@ START_S: Final = 120.0
 SAMPLES: Final = 40
 PROCESSES: Final = {"worker": "headrace.ops.worker", "agent": "headrace.kvcache.storage.agent"}
 FLAGS: Final = (
-    *("--dtype", "bfloat16", "--cpu-threads", "1", "--port", "0", "--log-level", "warning"),
+    *("--device", "cpu", "--dtype", "bfloat16", "--cpu-threads", "1", "--port", "0", "--log-level", "warning"),
     *("--max-total-tokens", "2048", "--context-length", "1024", "--hicache-size", "0.1", "--disk-cache-size", "0.4GB"),
 )
 VOCAB: Final = 40_000

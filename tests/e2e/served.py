@@ -37,11 +37,13 @@ class Served:
 @asynccontextmanager
 async def serving(model: Path | str, log: Path, *flags: str, cwd: Path | None = None) -> AsyncIterator[Served]:
     """`headrace serve` in float32 on any free port until the block ends; its standard error goes to `log`."""
-    few = ("--max-total-tokens", "2048", "--max-running-requests", "4", "--cpu-threads", "1", "--skip-server-warmup")
+    # A card that is there must not be taken.
+    cpu = ("--device", "cpu", "--dtype", "float32", "--cpu-threads", "1")
+    few = ("--max-total-tokens", "2048", "--max-running-requests", "4", "--skip-server-warmup")
     command = [sys.executable, "-P", "-m", "headrace.server", "serve", "--model-path", str(model), "--port", "0"]
     with log.open("ab") as errors:
         process = await asyncio.create_subprocess_exec(
-            *(*command, "--dtype", "float32", *few, *flags),
+            *(*command, *cpu, *few, *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             cwd=cwd,

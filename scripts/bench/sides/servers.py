@@ -74,7 +74,7 @@ def headrace(gguf: Path, quantization: str, threads: int) -> Launch:
             "--cpu-kernels",
             "compiled",
         ),
-        *("--cpu-threads", str(threads), "--context-length", str(CONTEXT_TOKENS)),
+        *("--device", "cpu", "--cpu-threads", str(threads), "--context-length", str(CONTEXT_TOKENS)),
         *("--max-total-tokens", str(CACHE_TOKENS), "--log-level", "warning", "--port", "{port}"),
     ]
     mode = "compiled-q8" if quantization == "q8" else "compiled-bfloat16"
