@@ -12,7 +12,8 @@ tokens: no text whatever becomes one (see `tokenizer`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +22,10 @@ import numpy as np
 import tokenizers
 
 from headrace.ops.weights.folder import CONFIG, ModelFolder, read_json
-from headrace.ops.weights.gguf import BadModelFile
+from headrace.ops.weights.gguf import BadModelFile, open_regular
 from headrace.ops.wire import I32
 from headrace.server.byte_level import byte_level_bytes
-from headrace.server.vocabulary import CONTROLS, END_TEXTS, BadTokenizer, Kind
+from headrace.server.vocabulary import CONTROLS, END_TEXTS, BadText, BadTokenizer, Kind
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -40,6 +41,20 @@ _HIDDEN: Final = "\U0010ffff"
 """Begins the text under which the encoder knows a control token. After the byte alphabet no text has it; elsewhere no
 merge leads there."""
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
+# Keys of the model that change nothing when they have one of these values.
+_INERT: Final[dict[str, tuple[object, ...]]] = {
+    "dropout": (None, 0),
+    "continuing_subword_prefix": (None, ""),
+    "end_of_word_suffix": (None, ""),
+}
+# Steps by which SentencePiece's tokens become text, and what they must say, as `FolderEncoder.token_bytes` does it.
+_SPACES: Final[dict[str, dict[str, object]]] = {
+    "Replace": {"pattern": {"String": _SPACE}, "content": " "},
+    "ByteFallback": {},
+    "Fuse": {},
+    "Strip": {"content": " ", "start": 1, "stop": 0},
+    "Metaspace": {"replacement": _SPACE},
+}
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _TIKTOKEN: Final = (
@@ -65,7 +80,7 @@ class FolderVocabulary:
         self._added = _added_tokens(self._described)
         self.texts, self.types = _tokens(self._described, self._added, _vocab_size(folder))
         self._ids = {text: index for index, text in enumerate(self.texts)}
-        self._names = {name: text for name in _SPECIAL if (text := _token_text(self._config.get(name))) in self._ids}
+        self._names = _special_names(self._config, self._ids)
         self.bos_id = self._ids.get(self._names.get("bos_token", ""))
         self.eos_id = self._ids.get(self._names.get("eos_token", ""))
         self._stops = _eos_ids(folder.config, CONFIG) + _eos_ids(read_small(path / GENERATION), GENERATION)
@@ -73,6 +88,11 @@ class FolderVocabulary:
             if index >= len(self.texts):
                 raise BadTokenizer(f"eos_token_id is {index}, but the model has {len(self.texts)} tokens")
         self.add_bos = self._adds_bos()
+        if self._config.get("add_eos_token") is True:
+            raise BadTokenizer(
+                f"{TOKENIZER_CONFIG} has every prompt end with eos_token (add_eos_token), which is not supported: set "
+                "it to false"
+            )
 
     def control_ids(self) -> list[int]:
         return [index for index, kind in enumerate(self.types) if kind in CONTROLS]
@@ -95,9 +115,9 @@ class FolderVocabulary:
 
     def _adds_bos(self) -> bool:
         """As the config says, or what is put around a text says."""
-        said = self._config.get("add_bos_token")
+        said, begins = self._config.get("add_bos_token"), _begins_with_bos(self._described, self._names)
         if not isinstance(said, bool):
-            said = self.bos_id is not None and _begins_with(self._described.get("post_processor"), self._names)
+            said = begins
         if said and self.bos_id is None:
             raise BadTokenizer(f"a prompt begins with bos_token, which {TOKENIZER_CONFIG} does not name")
         return said
@@ -110,10 +130,8 @@ class FolderEncoder:
         self._family = family
         self._begins_with_space = _metaspace(described).get("prepend_scheme") == "first"
         described["pre_tokenizer"] = _unprefixed(described.get("pre_tokenizer"))
-        try:
+        with _refusing(lambda error: BadTokenizer(f"its {TOKENIZER} can't be used: {error}")):
             self._tokenizer = tokenizers.Tokenizer.from_str(msgspec.json.encode(described).decode())
-        except Exception as error:  # the package raises no narrower one
-            raise BadTokenizer(f"its {TOKENIZER} can't be used: {error}") from error
         can_cut = _is_cut_before_spaces(described) and not any(re.search(_CUT, text) for text in user_defined)
         self.cut = re.compile(_CUT) if can_cut else None
 
@@ -123,7 +141,9 @@ class FolderEncoder:
         return f" {text}" if self._begins_with_space and is_first and not has_space else text
 
     def encode(self, text: str) -> I32:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        # A pattern that tries too many ways to match.
+        with _refusing(lambda error: BadText(f"the model's {TOKENIZER} can't cut the text into words: {error}")):
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def token_bytes(self, text: str, kind: int) -> bytes:
         if kind in (*CONTROLS, Kind.USER_DEFINED):
@@ -135,6 +155,17 @@ class FolderEncoder:
         return text.replace(_SPACE, " ").encode()
 
 
+@contextmanager
+def _refusing(because: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """The package raises nothing narrower than Exception, and where it panics not even that."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise because(error) from error
+        raise
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The chat template, and sampling
 
@@ -143,13 +174,14 @@ def folder_template(folder: ModelFolder) -> str | None:
     """The source of the chat template, if there is one. Raises BadModelFile."""
     path = Path(folder.path) / TEMPLATE
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read(MAX_TEMPLATE_BYTES)
     except FileNotFoundError:
         return _config_template(read_small(Path(folder.path) / TOKENIZER_CONFIG).get("chat_template"))
     except OSError as error:
         raise BadModelFile(f"{str(path)!r} can't be read: {error.strerror}") from error
     try:
-        return content[: MAX_TEMPLATE_BYTES + 1].decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise BadModelFile(f"{str(path)!r} is not UTF-8 text at byte {error.start}. Save it as UTF-8") from None
 
@@ -185,12 +217,16 @@ def _family(described: Mapping[str, Any]) -> str:
     kind = model.get("type") if isinstance(model, dict) else None
     if kind != "BPE":
         raise BadTokenizer(f"the model of its {TOKENIZER} is {str(kind)[:80]!r}. Supported: 'BPE'")
-    kinds = {step.get("type") for step in _steps(described.get("decoder"), "decoders")}
-    if "ByteLevel" in kinds:
+    for key, inert in _INERT.items():
+        if model.get(key) not in inert:
+            raise BadTokenizer(f"the model of its {TOKENIZER} has {key} {str(model[key])[:80]!r}: not supported")
+    steps = _steps(described.get("decoder"), "decoders")
+    kinds = {str(step.get("type")) for step in steps}
+    if kinds and kinds <= {"ByteLevel", "Fuse"}:
         return "byte level"
-    if kinds and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+    if kinds and kinds <= _SPACES.keys() and all(_SPACES[step["type"]].items() <= step.items() for step in steps):
         return "spaces"
-    raise BadTokenizer(f"its {TOKENIZER} turns tokens into text by {sorted(map(str, kinds))}, which is not supported")
+    raise BadTokenizer(f"its {TOKENIZER} turns tokens into text by {sorted(kinds)}, in a way that is not supported")
 
 
 def _steps(value: object, inside: str) -> list[dict[str, Any]]:
@@ -198,7 +234,10 @@ def _steps(value: object, inside: str) -> list[dict[str, Any]]:
     if not isinstance(value, dict):
         return []
     if value.get("type") == "Sequence":
-        return [step for each in value.get(inside) or [] for step in _steps(each, inside)]
+        steps = value.get(inside)
+        if not isinstance(steps, list):
+            raise BadTokenizer(f"its {TOKENIZER} has a sequence without a list of {inside}")
+        return [step for each in steps for step in _steps(each, inside)]
     return [value]
 
 
@@ -234,10 +273,14 @@ def _tokens(described: Mapping[str, Any], added: list[_Added], vocab_size: int) 
         if not 0 <= index < vocab_size:
             raise BadTokenizer(f"its {TOKENIZER} has the id {index}, but the model has the ids 0 to {vocab_size - 1}")
     texts, types = [""] * vocab_size, [int(Kind.UNUSED)] * vocab_size
-    for text, index in vocabulary.items():
+    named = {token.content: token.id for token in added}
+    for text, index in (*vocabulary.items(), *named.items()):
+        if texts[index] not in ("", text) or named.get(text, index) != index:
+            raise BadTokenizer(
+                f"its {TOKENIZER} gives the text {text[:80]!r} more than one id, or its id {index} more than one text"
+            )
         texts[index], types[index] = text, Kind.NORMAL
     for token in added:
-        texts[token.id] = token.content
         types[token.id] = Kind.CONTROL if token.special else Kind.USER_DEFINED
     return texts, types
 
@@ -251,7 +294,10 @@ def _without_controls(described: Mapping[str, Any], added: list[_Added]) -> dict
     # With their ids in the vocabulary they keep them, whatever else is added.
     vocabulary |= {token.content: token.id for token in added if not token.special}
     model["vocab"] = vocabulary
-    model["merges"] = [merge for merge in model.get("merges") or [] if not _gives(merge, hidden)]
+    merges = model.get("merges") or []
+    if not isinstance(merges, list):
+        raise BadTokenizer(f"its {TOKENIZER} has merges that can't be read")
+    model["merges"] = [merge for merge in merges if not _gives(merge, hidden)]
     if isinstance(model.get("unk_token"), str):
         model["unk_token"] = hidden.get(model["unk_token"], model["unk_token"])
     kept = [msgspec.to_builtins(token) for token in added if not token.special]
@@ -261,7 +307,9 @@ def _without_controls(described: Mapping[str, Any], added: list[_Added]) -> dict
 
 def _gives(merge: object, hidden: Mapping[str, str]) -> bool:
     """Whether a merge ("a b", or ["a", "b"]) makes one of these tokens, or goes on from one."""
-    parts: list[str] = merge.split(" ") if isinstance(merge, str) else list(merge) if isinstance(merge, list) else []
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise BadTokenizer(f"its {TOKENIZER} has merges that can't be read")
     return "".join(parts) in hidden or any(part in hidden for part in parts)
 
 
@@ -292,23 +340,44 @@ def _is_cut_before_spaces(described: Mapping[str, Any]) -> bool:
     return any(split in known for split in splits)
 
 
-def _begins_with(processor: object, names: Mapping[str, str]) -> bool:
-    """Whether what a post-processor puts before a text is the first token."""
-    for step in _steps(processor, "processors"):
-        if step.get("type") != "TemplateProcessing":
+def _begins_with_bos(described: Mapping[str, Any], names: Mapping[str, str]) -> bool:
+    """Whether the first token is put before a text. Raises BadTokenizer where anything else is put around it."""
+    begins = False
+    for step in _steps(described.get("post_processor"), "processors"):
+        if step.get("type") == "ByteLevel":  # only tells where words stand in the text
             continue
-        single = step.get("single")
-        first = single[0] if isinstance(single, list) and single else None
-        special = first.get("SpecialToken") if isinstance(first, dict) else None
-        return isinstance(special, dict) and special.get("id") == names.get("bos_token")
-    return False
+        single = step.get("single") if step.get("type") == "TemplateProcessing" else None
+        around = [_around(piece) for piece in single] if isinstance(single, list) else [""]
+        if around not in ([None], [names.get("bos_token", ""), None]):
+            raise BadTokenizer(
+                f"its {TOKENIZER} puts something else around a text than bos_token before it (post_processor): not "
+                "supported"
+            )
+        begins = begins or len(around) > 1
+    return begins
 
 
-def _token_text(value: object) -> str:
-    """A token's text, or an object with it; empty where there is none."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
+def _around(piece: object) -> str | None:
+    """Of a template's piece, the token; None for the text itself."""
+    if not isinstance(piece, dict) or "Sequence" in piece:
+        return None
+    special = piece.get("SpecialToken")
+    return str(special.get("id")) if isinstance(special, dict) else ""
+
+
+def _special_names(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, str]:
+    """Names of special tokens → their texts. Raises BadTokenizer where the first or the last is no token."""
+    names = {}
+    for name in _SPECIAL:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str) and text in ids:
+            names[name] = text
+        elif value is not None and name in ("bos_token", "eos_token"):
+            raise BadTokenizer(
+                f"{name} of its {TOKENIZER_CONFIG} is {str(text)[:80]!r}, which {TOKENIZER} does not have"
+            )
+    return names
 
 
 def _vocab_size(folder: ModelFolder) -> int:

@@ -26,7 +26,7 @@ from headrace.ops.weights.gguf import GgufFile
 from headrace.ops.wire import I32
 from headrace.server.byte_level import ByteLevelVocabulary
 from headrace.server.folder_text import FolderVocabulary
-from headrace.server.vocabulary import BadTokenizer, TextEncoder, text_of
+from headrace.server.vocabulary import BadText, BadTokenizer, TextEncoder, text_of
 
 if TYPE_CHECKING:
     from headrace.server.sentence_pieces import SentencePieceVocabulary
@@ -36,13 +36,6 @@ __all__ = ["PIECE_CHARS", "BadText", "BadTokenizer", "ControlTokens", "Tokenizer
 PIECE_CHARS: Final = 8192
 """Long text is encoded in pieces of about this size: 3 to 10 ms each, and the `tokenizers` package takes some 100 bytes
 of memory per token of a piece."""
-
-
-class BadText(ValueError):
-    """The text has no UTF-8 form: it holds half of a surrogate pair."""
-
-    def __init__(self) -> None:
-        super().__init__("the text holds half of a surrogate pair (\\ud800 to \\udfff), which is no character")
 
 
 class ControlTokens:

@@ -24,6 +24,15 @@ END_TEXTS: Final = frozenset(
 of them: SmolLM2's file names <|im_end|>, and its base model was taught <|endoftext|>."""
 
 
+class BadText(ValueError):
+    """The text can't be encoded: as a rule since it has no UTF-8 form."""
+
+    def __init__(
+        self, why: str = "the text holds half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+    ):
+        super().__init__(why)
+
+
 class BadTokenizer(ValueError):
     """The model file's vocabulary can't be used; the message says why, and what is supported."""
 

@@ -24,6 +24,8 @@ class Architecture(NamedTuple):
     """GGUF's `general.architecture`."""
     class_name: str
     """Hugging Face's `architectures`."""
+    model_type: str
+    """And its `model_type`, by which it chooses a class."""
     from_gguf: Callable[[Keys, GgufFile], ModelConfig] | None
     """None: GGUF has no such architecture."""
     from_folder: Callable[[Keys, ModelFolder], ModelConfig]
@@ -79,10 +81,12 @@ def folder_decoder(
     head_dim: int | None = None,
     names: Names = FOLDER_NAMES,
     rope: Rope | None = None,
+    tied: bool = False,
     **differences: Any,
 ) -> ModelConfig:
     """The same for a folder's config.json. `head_dim`: of heads where the config says nothing, if that isn't
-    `hidden_size` / heads; `rope`: where it isn't described as usual.
+    `hidden_size` / heads; `rope`: where it isn't described as usual; `tied`: whether the embeddings are, where the
+    config says nothing.
 
     Keys that Hugging Face's class of that name doesn't read are ignored there, and so they are here.
     """
@@ -94,12 +98,14 @@ def folder_decoder(
     head_dim = keys.count("head_dim", head_dim or _share(keys, hidden, heads, "head_dim"))
     kv_heads = keys.count("num_key_value_heads", heads)
     _check_heads(keys, heads, kv_heads, head_dim)
-    tied = keys.flag("tie_word_embeddings", "lm_head.weight" not in file.tensors)
+    tied = keys.flag("tie_word_embeddings", tied)
+    _check_tied(keys, file, tied)
     for key, allowed in _FOLDER_INERT.items():
         keys.must_be(key, allowed)
+    activation = differences.get("activation", "silu")
     # Gemma's configs have both keys, of which the second counts.
-    for key in ("hidden_activation",) if "hidden_activation" in keys else ("hidden_act",):
-        keys.must_be(key, _ACTIVATIONS[differences.get("activation", "silu")])
+    has_own = activation == "gelu" and "hidden_activation" in keys
+    keys.must_be("hidden_activation" if has_own else "hidden_act", _ACTIVATIONS[activation])
     refuse_foreign(keys)
     config = ModelConfig(
         architecture=name,
@@ -142,9 +148,9 @@ def windows(window_tokens: int, layers: tuple[int, ...], context_tokens: int) ->
 
 def folder_window_layers(keys: Keys) -> tuple[int, ...] | None:
     """The layers that `layer_types` gives a window; None where it is absent."""
-    types = keys.texts("layer_types")
-    if not types:
+    if "layer_types" not in keys:
         return None
+    types = keys.texts("layer_types")
     layers = keys.count("num_hidden_layers")
     if len(types) != layers:
         raise keys.refused(f"layer_types has {len(types)} items for {layers} layers")
@@ -152,6 +158,16 @@ def folder_window_layers(keys: Keys) -> tuple[int, ...] | None:
         if kind not in ("full_attention", "sliding_attention"):
             raise keys.refused(f"layer_types has {kind[:80]!r}; only full and sliding attention are supported")
     return tuple(index for index, kind in enumerate(types) if kind == "sliding_attention")
+
+
+def must_have_windows(keys: Keys, layers: tuple[int, ...]) -> None:
+    """Raises UnsupportedModel where `layer_types`, at which nobody else looks, gives a window to others than these."""
+    said = folder_window_layers(keys)
+    if said is not None and said != layers:
+        raise keys.refused(
+            f"its layer_types gives a window to {len(said)} layers, and the rest of the config to {len(layers)}",
+            "Correct one of the two",
+        )
 
 
 # Keys of a GGUF, after the architecture's name, that change nothing when they have one of these values. Any other key
@@ -171,6 +187,7 @@ _FOLDER_INERT: Final[dict[str, tuple[object, ...]]] = {
     "partial_rotary_factor": (1, 1.0),
 }
 _ACTIVATIONS: Final = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh", "gelu_new")}
+_COMPARED_BYTES: Final = 1 << 20
 _FOLDER_REFUSED: Final = {
     "quantization_config": "says that its weights are quantized in a way that is not read: use the unquantized model",
     "auto_map": "names code of the model's own, and nothing in a folder is ever executed",
@@ -183,6 +200,33 @@ def _check_inert(keys: Keys, name: str) -> None:
         if short not in _INERT:
             raise keys.refused(f"it has the key {key!r}, whose effect on the model is not implemented")
         keys.must_be(key, _INERT[short])
+
+
+def _check_tied(keys: Keys, file: ModelFolder, tied: bool) -> None:
+    """Raises UnsupportedModel where the config and the weights don't agree on what gives logits: releases of Hugging
+    Face's transformers differ on which of them counts."""
+    embeddings, output = (file.tensors.get(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
+    if output is None and not tied:
+        raise keys.refused(
+            "it lacks the tensor lm_head.weight, and does not say that the embeddings stand for it",
+            "Set tie_word_embeddings to true if they do, else fetch the folder again",
+        )
+    if output is None or embeddings is None or not tied:
+        return
+    same = output.kind == embeddings.kind and output.shape == embeddings.shape
+    if not same or not _equal(file.bytes_of(output), file.bytes_of(embeddings)):
+        raise keys.refused(
+            "its embeddings are tied, but it has another lm_head.weight too",
+            "Set tie_word_embeddings to false, or take that tensor out",
+        )
+
+
+def _equal(left: memoryview, right: memoryview) -> bool:
+    """Bytes of equal number; comparing memoryviews themselves takes 30 times as long."""
+    return all(
+        left[at : at + _COMPARED_BYTES].tobytes() == right[at : at + _COMPARED_BYTES].tobytes()
+        for at in range(0, len(left), _COMPARED_BYTES)
+    )
 
 
 def _check_heads(keys: Keys, heads: int, kv_heads: int, head_dim: int) -> None:

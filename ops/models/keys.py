@@ -27,6 +27,11 @@ class Keys:
         """Whether there is a value; JSON's null is none."""
         return self._values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there, and its value is JSON's null: where a config's class has a default, this is not
+        the same as an absent key."""
+        return key in self._values and self.get(key) is None
+
     def get(self, key: str) -> object:
         """The value as it is; None where it is absent."""
         self._read.add(key)

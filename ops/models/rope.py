@@ -40,21 +40,47 @@ def gguf_rope(keys: Keys, file: GgufFile, name: str, rotary_dim: int) -> Rope:
 
 def folder_rope(keys: Keys, rotary_dim: int) -> Rope:
     """Of a folder's config.json: `rope_theta` and `rope_scaling`, or both in `rope_parameters`."""
-    parameters = keys.within("rope_parameters")
-    theta = parameters.positive("rope_theta", keys.positive("rope_theta", DEFAULT_THETA))
-    return scaled_rope(theta, keys.within("rope_scaling") if "rope_scaling" in keys else parameters, rotary_dim)
+    refuse_both(keys)
+    said = keys.within("rope_scaling" if "rope_scaling" in keys else "rope_parameters")
+    theta = said.positive("rope_theta", keys.positive("rope_theta", DEFAULT_THETA))
+    # Where both are there, it depends on the reader which of them counts.
+    for key in ("rope_theta", "original_max_position_embeddings"):
+        if key in said:
+            keys.must_be(key, (said.get(key),))
+    return scaled_rope(theta, said, rotary_dim)
 
 
 def scaled_rope(theta: float, scaling: Keys, rotary_dim: int) -> Rope:
     """Raises UnsupportedModel for a kind of scaling that is not implemented."""
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, linear(scaling.positive("factor"), rotary_dim))
-    if kind == "llama3":
-        return Rope(theta, llama3(theta, scaling, rotary_dim))
-    raise scaling.refused(f"its rope scaling is {shown(kind)}; linear and llama3 are supported")
+    scaling.must_be("type", (kind,))
+    scaling.must_be("partial_rotary_factor", (1, 1.0))
+    # What a model was trained on says nothing about how it is computed.
+    for inert in ("rope_theta", "original_max_position_embeddings"):
+        scaling.get(inert)
+    match kind:
+        case "default":
+            rope = Rope(theta)
+        case "linear":
+            rope = Rope(theta, linear(scaling.positive("factor"), rotary_dim))
+        case "llama3":
+            rope = Rope(theta, llama3(theta, scaling, rotary_dim))
+        case _:
+            raise scaling.refused(f"its rope scaling is {shown(kind)}; linear and llama3 are supported")
+    refuse_unread(scaling, f"its rope scaling ({kind})")
+    return rope
+
+
+def refuse_both(keys: Keys) -> None:
+    """Raises UnsupportedModel for a config that describes its scaling twice: which counts depends on the reader."""
+    if "rope_scaling" in keys and "rope_parameters" in keys:
+        raise keys.refused("it has both rope_scaling and rope_parameters", "Take one of them out")
+
+
+def refuse_unread(keys: Keys, where: str) -> None:
+    """Raises UnsupportedModel for a key of an object that nobody has read."""
+    for key in keys.unread(""):
+        raise keys.refused(f"{where} has the key {shown(key)}, whose effect on the model is not implemented")
 
 
 def llama3(theta: float, scaling: Keys, rotary_dim: int) -> tuple[float, ...]:

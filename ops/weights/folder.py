@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from headrace.ops.weights.gguf import MAX_ENTRIES, BadModelFile, TensorInfo
+from headrace.ops.weights.gguf import MAX_ENTRIES, BadModelFile, TensorInfo, open_regular
 
 CONFIG: Final = "config.json"
 WEIGHTS: Final = "model.safetensors"
@@ -78,7 +78,11 @@ class ModelFolder:
         parts: dict[str, mmap.mmap] = {}
         tensors: dict[str, TensorInfo] = {}
         part_of: dict[str, str] = {}
-        for part, names in _parts(folder).items():
+        try:
+            wanted = _parts(folder)
+        except OSError as error:
+            raise BadModelFile(f"{str(folder)!r} can't be read: {error.strerror}") from error
+        for part, names in wanted.items():
             parts[part], inside = _mapped(folder / part)
             missing = sorted(names - inside.keys())
             if missing:
@@ -113,7 +117,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 def read_json(path: Path, most_bytes: int, missing: str) -> dict[str, Any]:
     """A JSON object. Raises BadModelFile: with the sentence `missing` where there is no such file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise BadModelFile(missing) from None
@@ -185,6 +189,9 @@ def _no_weights(folder: Path) -> str:
             "doesn't. Convert the model to safetensors (save_pretrained of transformers), or fetch one that has them"
         )
     others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    for name in others:
+        if not (folder / name).exists():
+            return f"{str(folder / name)!r} is a link to a file that isn't there. {_AGAIN}"
     if others:
         return f"{sentence}, only {others[0]}. Rename a single file to {WEIGHTS}, name a GGUF file, or fetch it again"
     return f"{sentence}. {_AGAIN}"
@@ -195,7 +202,7 @@ def _mapped(path: Path) -> tuple[mmap.mmap, dict[str, TensorInfo]]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if file.read(len(_LFS)) == _LFS:
                 raise BadModelFile(_pointer(path))
             size_bytes = os.fstat(file.fileno()).st_size

@@ -16,12 +16,13 @@ end    `close`; the pages stay mapped until the last view from `bytes_of` is gon
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
 import struct
 from types import TracebackType
-from typing import Final, NamedTuple, Self, TypeAlias
+from typing import BinaryIO, Final, NamedTuple, Self, TypeAlias
 
 Scalar: TypeAlias = str | int | float | bool
 Metadata: TypeAlias = dict[str, Scalar | list[Scalar]]
@@ -139,26 +140,32 @@ class GgufFile:
         self.close()
 
 
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file, opened for reading; anything else is an OSError: IsADirectoryError, or EINVAL."""
+    # Without O_NONBLOCK, opening a pipe by mistake would wait for its writer forever.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
 def _mapped(path: str) -> mmap.mmap:
     try:
-        # Without O_NONBLOCK, opening a pipe by mistake would wait for its writer forever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = open_regular(path)
+    except IsADirectoryError:
+        raise BadModelFile(f"{path!r} is a directory. {_SUPPORTED}: name the .gguf file in it") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise BadModelFile(f"{path!r} can't be opened: {reason}. Check --model-path") from error
-    try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise BadModelFile(f"{path!r} is a directory. {_SUPPORTED}: name the .gguf file in it")
-        if not stat.S_ISREG(status.st_mode):
-            raise BadModelFile(f"{path!r} is not a regular file. {_SUPPORTED}")
-        if status.st_size == 0:
+    with file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes == 0:
             raise BadModelFile(f"{path!r} is empty. {_AGAIN}")
-        return mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
-    except OSError as error:
-        raise BadModelFile(f"{path!r} can't be mapped: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
+        try:
+            return mmap.mmap(file.fileno(), size_bytes, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise BadModelFile(f"{path!r} can't be mapped: {error.strerror}") from error
 
 
 _U32: Final = struct.Struct("<I")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from text.folders import FAMILIES, TEMPLATE, VOCAB, Folder, folder_of
 from headrace.ops.weights.files import open_model_file
 from headrace.ops.weights.gguf import BadModelFile
 from headrace.server.chat import Chat, TextModel, own_template
-from headrace.server.tokenizer import BadTokenizer
+from headrace.server.tokenizer import BadText, BadTokenizer
 
 ODD = [
     *(
@@ -159,6 +160,44 @@ def test_the_template_may_stand_in_the_tokenizers_config(llama: Folder, said: ob
             "tokenizer_config.json names code of its own",
         ),
         (lambda folder: (folder.path / "tokenizer_config.json").write_text("{"), "tokenizer_config.json' is not JSON"),
+        (lambda folder: change_model(folder, dropout=0.1), "has dropout '0.1': not supported"),
+        (lambda folder: change_model(folder, continuing_subword_prefix="##"), "has continuing_subword_prefix '##'"),
+        (lambda folder: change_model(folder, merges=[[1, 2]]), "has merges that can't be read"),
+        (lambda folder: change_model(folder, merges={"a": "b"}), "has merges that can't be read"),
+        (
+            lambda folder: change_model(folder, vocab={"a": 1, "b": 1}),
+            "gives the text 'b' more than one id, or its id 1",
+        ),
+        (
+            lambda folder: folder.change("tokenizer.json", added_tokens=[{"id": 3, "content": "xx"}]),
+            "the text 'xx' more than one id, or its id 3 more than one text",
+        ),
+        (lambda folder: folder.change("tokenizer.json", decoder={"type": ["ByteLevel"]}), "not supported"),
+        (
+            lambda folder: folder.change("tokenizer.json", decoder={"type": "Sequence", "decoders": 7}),
+            "a sequence without a list of decoders",
+        ),
+        (
+            lambda folder: folder.change(
+                "tokenizer.json", decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
+            ),
+            "turns tokens into text by .'Replace'., in a way that is not supported",
+        ),
+        (
+            lambda folder: folder.change("tokenizer.json", post_processor={"type": "BertProcessing"}),
+            "puts something else around a text than bos_token before it",
+        ),
+        (lambda folder: put_around(folder, None, "<|eot_id|>"), "puts something else around a text"),
+        (lambda folder: put_around(folder, "<|eot_id|>", None), "puts something else around a text"),
+        (lambda folder: folder.change("tokenizer_config.json", add_eos_token=True), "add_eos_token.*set it to false"),
+        (
+            lambda folder: folder.change("tokenizer_config.json", bos_token="<no>"),
+            "bos_token of .* is '<no>', which tok",
+        ),
+        (
+            lambda folder: folder.change("tokenizer_config.json", eos_token={"content": ["x"]}),
+            "eos_token of its tokenizer_config.json is .*which tokenizer.json does not have",
+        ),
     ],
 )
 def test_a_tokenizer_that_is_missing_or_wrong_is_refused(
@@ -171,3 +210,29 @@ def test_a_tokenizer_that_is_missing_or_wrong_is_refused(
 
 def only_sentence_piece(folder: Folder) -> None:
     (folder.path / "tokenizer.json").rename(folder.path / "tokenizer.model")
+
+
+def change_model(folder: Folder, **changes: Any) -> None:
+    described = json.loads((folder.path / "tokenizer.json").read_text())
+    folder.change("tokenizer.json", model={**described["model"], **changes})
+
+
+def put_around(folder: Folder, before: str | None, behind: str | None) -> None:
+    around = [None if text is None else {"SpecialToken": {"id": text, "type_id": 0}} for text in (before, behind)]
+    single = [piece for piece in (around[0], {"Sequence": {"id": "A", "type_id": 0}}, around[1]) if piece]
+    folder.change("tokenizer.json", post_processor={"type": "TemplateProcessing", "single": single, "pair": []})
+
+
+def test_a_text_that_the_pattern_of_words_gives_up_on_is_refused(llama: Folder) -> None:
+    hard = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    llama.change("tokenizer.json", pre_tokenizer=hard)
+
+    assert len(llama.tokenizer.encode("ab"))
+    with pytest.raises(BadText, match=r"can't cut the text into words: .*retry-limit"):
+        llama.tokenizer.encode("a" * 30 + "b")
+
+
+def test_a_template_that_has_no_end_is_not_read_to_it(llama: Folder) -> None:
+    (llama.path / "chat_template.jinja").symlink_to("/dev/zero")
+    with pytest.raises(BadModelFile, match=r"chat_template.jinja' can't be read: not a regular file"):
+        TextModel.load(llama.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from headrace.ops.models.architectures import read_config, tensors_of
 from headrace.ops.models.config import ModelConfig, Rope
+from headrace.ops.models.decoder import Decoder
 from headrace.ops.models.keys import UnsupportedModel
+from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.weights.files import open_model_file
 from headrace.ops.weights.folder import INDEX, ModelFolder
 from headrace.ops.weights.gguf import BadModelFile
@@ -134,6 +137,14 @@ def refused(folder: Path, because: str) -> None:
         (lambda folder: cut(folder / "model.safetensors"), "not a whole safetensors file"),
         (lambda folder: (folder / in_parts(folder)[1]).unlink(), "lacks 1 of the 3 files .*model-00002-of-00003"),
         (lambda folder: swap_parts(folder), "lacks .*, which model.safetensors.index.json says it has"),
+        (lambda folder: one_part(folder, "x" * 300), "can't be read: File name too long"),
+        (lambda folder: pipe(folder / "model.safetensors"), "model.safetensors' can't be read: not a regular file"),
+        (lambda folder: pipe(folder / "config.json"), "config.json' can't be read: not a regular file"),
+        (lambda folder: link_nowhere(folder / "model.safetensors"), "is a link to a file that isn't there. The folder"),
+        (
+            lambda folder: change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight")),
+            "lacks .*lm_head.weight",
+        ),
         (lambda folder: point_outside(folder), "names '../model.safetensors', which is no safetensors file beside it"),
     ],
 )
@@ -154,8 +165,23 @@ def swap_parts(folder: Path) -> None:
 
 
 def point_outside(folder: Path) -> None:
+    one_part(folder, "../model")
+
+
+def one_part(folder: Path, name: str) -> None:
     in_parts(folder)
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "../model.safetensors"}}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": f"{name}.safetensors"}}))
+
+
+def pipe(path: Path) -> None:
+    """Opened as a file is, it would wait for a writer for ever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link_nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "blobs" / "0")
 
 
 def test_a_folder_of_gguf_files_says_which_to_name(tmp_path: Path) -> None:
@@ -184,6 +210,20 @@ def test_a_folder_of_gguf_files_says_which_to_name(tmp_path: Path) -> None:
         ({"intermediate_size": 161}, "has the shape"),
         ({"vocab_size": 130}, "embed_tokens.weight has the shape"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"model_type": "qwen2"}, "model_type is 'qwen2', but that of LlamaForCausalLM is 'llama'"),
+        (
+            {"tie_word_embeddings": True},
+            "are tied, but it has another lm_head.weight too. Set tie_word_embeddings to f",
+        ),
+        ({"hidden_activation": "silu", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["sliding_attention"] * 3}, "gives a window to 3 layers, and the rest of the config to 0"),
+        ({"layer_types": []}, "layer_types has 0 items for 3 layers"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, r"\(default\) has the key 'full_attention'"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "has the key 'mrope_section'"),
+        ({"rope_parameters": {"rope_type": "linear", "type": "dynamic"}}, "type is 'dynamic'; only 'linear'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, "rope_theta is 10000.0; only 500000.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has both rope_scaling and rope_parameters"),
     ],
 )
 def test_configs_that_would_be_served_wrong_are_refused(folder: Path, changes: Mapping[str, Any], because: str) -> None:
@@ -204,6 +244,53 @@ def test_a_kind_of_numbers_that_is_not_read_is_refused(folder: Path) -> None:
 def test_a_tied_projection_that_is_stored_all_the_same_is_not_read(folder: Path) -> None:
     untied = config_of(folder)
     change_config(folder, {"tie_word_embeddings": True})
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0}))
 
     assert config_of(folder).tied_embeddings
     assert config_of(folder).parameters == untied.parameters - 131 * 96
+
+
+def test_null_and_absent_keys_are_those_of_the_class(tmp_path: Path) -> None:
+    shape = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 23}
+    gemma = Reference(Checkpoint("gemma2", "Gemma2ForCausalLM", shape), tmp_path / "gemma2").folder
+    theirs = json.loads((gemma / "config.json").read_text())
+    (gemma / "config.json").write_text(json.dumps({key: theirs[key] for key in theirs if "softcapping" not in key}))
+    assert (config_of(gemma).attention_cap, config_of(gemma).logits_cap) == (50.0, 30.0)
+    change_config(gemma, {"attn_logit_softcapping": None, "final_logit_softcapping": 20})
+    assert (config_of(gemma).attention_cap, config_of(gemma).logits_cap) == (0.0, 20.0)
+
+    mistral = Reference(Checkpoint("mistral", "MistralForCausalLM"), tmp_path / "mistral").folder
+    theirs = {**json.loads((mistral / "config.json").read_text()), "max_position_embeddings": 5000}
+    del theirs["sliding_window"]
+    (mistral / "config.json").write_text(json.dumps(theirs))
+    assert (config_of(mistral).window_tokens, config_of(mistral).window_layers) == (4096, (0, 1, 2))
+    change_config(mistral, {"sliding_window": None})
+    assert config_of(mistral).window_tokens == 0
+
+
+def test_windows_that_are_said_and_not_used_are_refused(tmp_path: Path) -> None:
+    shape = {"use_sliding_window": True, "sliding_window": 23, "max_window_layers": 1}
+    qwen = Reference(Checkpoint("qwen2", "Qwen2ForCausalLM", shape), tmp_path / "qwen2").folder
+    assert config_of(qwen).window_layers == (1, 2)
+    change_config(qwen, {"use_sliding_window": False})
+    refused(qwen, "gives a window to 2 layers, and the rest of the config to 0. Correct one")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_finite_numbers_are_refused_by_name(folder: Path, value: float) -> None:
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"):
+        kept = load_file(folder / "model.safetensors")[name]
+        change_tensors(folder, lambda tensors, name=name: tensors[name].view(-1)[7].fill_(value))
+        with open_model_file(folder) as file:
+            config = read_config(file)
+            for dtype in (torch.float32, torch.bfloat16):
+                with pytest.raises(
+                    UnsupportedModel, match=f"the tensor {name} holds values that are no finite numbers"
+                ):
+                    Decoder(StoredWeights(file, config, dtype, lambda done, total: None), config, 64)
+            if kept.ndim == 2:
+                weights = StoredWeights(file, config, torch.bfloat16, lambda done, total: None)
+                with pytest.raises(UnsupportedModel, match=name):
+                    for stored in ("blk.1.ffn_up.weight", "token_embd.weight"):
+                        weights.grouped([stored])
+        change_tensors(folder, lambda tensors, name=name, kept=kept: tensors.update({name: kept}))

@@ -60,8 +60,18 @@ def _folder_architecture(keys: Keys) -> Architecture:
     names = keys.texts("architectures")
     for architecture in ARCHITECTURES:
         if architecture.class_name in names:
+            _check_model_type(keys, architecture)
             return architecture
     raise _unknown(keys, names[0] if names else None, [each.class_name for each in ARCHITECTURES])
+
+
+def _check_model_type(keys: Keys, architecture: Architecture) -> None:
+    said = keys.text("model_type", architecture.model_type)
+    if said != architecture.model_type:
+        raise keys.refused(
+            f"its model_type is {shown(said)}, but that of {architecture.class_name} is {architecture.model_type!r}",
+            "Correct one of the two",
+        )
 
 
 def _unknown(keys: Keys, name: str | None, supported: list[str]) -> UnsupportedModel:

@@ -39,8 +39,13 @@ GEMMA_NAMES: Final = {
 }
 
 
-def gemma_differences(keys: Keys) -> dict[str, Any]:
-    """What the Gemmas have in common, as fields of `ModelConfig`."""
+def gemma_differences(keys: Keys, attention_cap: float = 0.0, logits_cap: float = 0.0) -> dict[str, Any]:
+    """What the Gemmas have in common, as fields of `ModelConfig`. The caps: where the config doesn't say that there are
+    others, or none."""
+
+    def cap(key: str, default: float) -> float:
+        return default if key not in keys and not keys.is_null(key) else keys.positive(key) if key in keys else 0.0
+
     keys.must_be("use_bidirectional_attention", (False,))
     return {
         "post_norms": True,
@@ -48,8 +53,8 @@ def gemma_differences(keys: Keys) -> dict[str, Any]:
         "activation": "gelu",
         "embedding_scale": math.sqrt(keys.count("hidden_size")),
         "attention_scale": keys.positive("query_pre_attn_scalar") ** -0.5,
-        "attention_cap": keys.positive("attn_logit_softcapping") if "attn_logit_softcapping" in keys else 0.0,
-        "logits_cap": keys.positive("final_logit_softcapping") if "final_logit_softcapping" in keys else 0.0,
+        "attention_cap": cap("attn_logit_softcapping", attention_cap),
+        "logits_cap": cap("final_logit_softcapping", logits_cap),
     }
 
 
@@ -84,11 +89,12 @@ def _from_folder(keys: Keys, file: ModelFolder) -> ModelConfig:
     if layers is None:
         layers = _window_layers(keys.count("num_hidden_layers"))
     window = windows(keys.count("sliding_window"), layers, keys.count("max_position_embeddings"))
-    return folder_decoder(keys, file, NAME, head_dim=HEAD_DIM, names=GEMMA_NAMES, **gemma_differences(keys), **window)
+    differences = gemma_differences(keys, ATTENTION_CAP, LOGITS_CAP)
+    return folder_decoder(keys, file, NAME, head_dim=HEAD_DIM, names=GEMMA_NAMES, tied=True, **differences, **window)
 
 
 def _window_layers(layers: int) -> tuple[int, ...]:
     return tuple(range(0, layers, 2))
 
 
-GEMMA2: Final = Architecture(NAME, "Gemma2ForCausalLM", _from_gguf, _from_folder, GEMMA_NAMES)
+GEMMA2: Final = Architecture(NAME, "Gemma2ForCausalLM", "gemma2", _from_gguf, _from_folder, GEMMA_NAMES)

@@ -24,7 +24,7 @@ from headrace.ops.models.architectures.gemma2 import (
 )
 from headrace.ops.models.config import ModelConfig, Rope
 from headrace.ops.models.keys import Keys
-from headrace.ops.models.rope import scaled_rope
+from headrace.ops.models.rope import refuse_both, refuse_unread, scaled_rope
 from headrace.ops.weights.folder import ModelFolder
 from headrace.ops.weights.gguf import GgufFile
 
@@ -66,6 +66,8 @@ def _from_folder(keys: Keys, file: ModelFolder) -> ModelConfig:
     # Either one object for each kind of layer, or keys of their own for the windows' theta and the others' scaling.
     by_kind = keys.within("rope_parameters")
     full, window = by_kind.within("full_attention"), by_kind.within("sliding_attention")
+    refuse_unread(by_kind, "rope_parameters")
+    refuse_both(keys)
     theta = full.positive("rope_theta", keys.positive("rope_theta", FULL_THETA))
     window_theta = window.positive("rope_theta", keys.positive("rope_local_base_freq", WINDOW_THETA))
     return folder_decoder(
@@ -74,6 +76,7 @@ def _from_folder(keys: Keys, file: ModelFolder) -> ModelConfig:
         NAME,
         head_dim=head_dim,
         names=GEMMA_NAMES,
+        tied=True,
         rope=scaled_rope(theta, keys.within("rope_scaling") if "rope_scaling" in keys else full, head_dim),
         window_rope=scaled_rope(window_theta, window, head_dim),
         qk_norm=True,
@@ -87,4 +90,4 @@ def _window_layers(layers: int, pattern: int = PATTERN) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if (layer + 1) % pattern)
 
 
-GEMMA3: Final = Architecture(NAME, "Gemma3ForCausalLM", _from_gguf, _from_folder, GEMMA_NAMES)
+GEMMA3: Final = Architecture(NAME, "Gemma3ForCausalLM", "gemma3_text", _from_gguf, _from_folder, GEMMA_NAMES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from headrace.ops.models.architecture import Architecture, folder_decoder, gguf_decoder
+from headrace.ops.models.architecture import Architecture, folder_decoder, gguf_decoder, must_have_windows
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.keys import Keys
 from headrace.ops.weights.folder import ModelFolder
@@ -20,7 +20,8 @@ def _from_gguf(keys: Keys, file: GgufFile) -> ModelConfig:
 
 
 def _from_folder(keys: Keys, file: ModelFolder) -> ModelConfig:
+    must_have_windows(keys, ())
     return folder_decoder(keys, file, "llama")
 
 
-LLAMA: Final = Architecture("llama", "LlamaForCausalLM", _from_gguf, _from_folder)
+LLAMA: Final = Architecture("llama", "LlamaForCausalLM", "llama", _from_gguf, _from_folder)

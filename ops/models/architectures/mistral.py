@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from typing import Final
 
-from headrace.ops.models.architecture import Architecture, folder_decoder, windows
+from headrace.ops.models.architecture import Architecture, folder_decoder, must_have_windows, windows
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.keys import Keys
 from headrace.ops.weights.folder import ModelFolder
 
+WINDOW_TOKENS: Final = 4096
+"""Where the config doesn't say null, or another number."""
+
 
 def _from_folder(keys: Keys, file: ModelFolder) -> ModelConfig:
-    window = keys.count("sliding_window") if "sliding_window" in keys else 0
-    layers, context = keys.count("num_hidden_layers"), keys.count("max_position_embeddings")
-    return folder_decoder(keys, file, "mistral", **windows(window, tuple(range(layers)), context))
+    window = 0 if keys.is_null("sliding_window") else keys.count("sliding_window", WINDOW_TOKENS)
+    layers = tuple(range(keys.count("num_hidden_layers"))) if window else ()
+    must_have_windows(keys, layers)
+    return folder_decoder(keys, file, "mistral", **windows(window, layers, keys.count("max_position_embeddings")))
 
 
-MISTRAL: Final = Architecture("mistral", "MistralForCausalLM", None, _from_folder)
+MISTRAL: Final = Architecture("mistral", "MistralForCausalLM", "mistral", None, _from_folder)

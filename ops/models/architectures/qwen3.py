@@ -25,4 +25,4 @@ def _from_folder(keys: Keys, file: ModelFolder) -> ModelConfig:
     return folder_decoder(keys, file, "qwen3", head_dim=HEAD_DIM, qk_norm=True, **qwen_windows(keys))
 
 
-QWEN3: Final = Architecture("qwen3", "Qwen3ForCausalLM", _from_gguf, _from_folder)
+QWEN3: Final = Architecture("qwen3", "Qwen3ForCausalLM", "qwen3", _from_gguf, _from_folder)
