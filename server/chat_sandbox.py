@@ -2,7 +2,7 @@
 
 The sandbox keeps a template from reaching anything but what it is given. It does not keep it from looping over
 `range(100000)` in `range(100000)`, nor from doubling a string in a loop: here every loop body and macro call is a step,
-and whatever makes text grow checks the size before it makes it. What a model's authors wrote with Hugging Face's
+and whatever makes text or lists grow checks the size. What a model's authors wrote with Hugging Face's
 transformers in mind runs unchanged: the same white-space rules, `raise_exception`, `strftime_now`, `tojson`,
 `break` and `continue`, `{% generation %}`.
 
@@ -16,16 +16,17 @@ end    with its last reference
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from jinja2 import Template, TemplateError, Undefined, filters, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_eval_context
 from jinja2.visitor import NodeTransformer
@@ -40,6 +41,10 @@ _DROPPED_FILTERS: Final = (
     *("batch", "center", "filesizeformat", "pprint", "random", "slice", "striptags", "sum", "urlize", "wordcount"),
     *("wordwrap", "xmlattr"),
 )
+# What looks at all items of a value, and may be given one that makes them as it goes.
+_TAKING_APART: Final = ("dictsort", "groupby", "list", "max", "min", "sort", "unique")
+_WEIGHED: Final = "weighed"
+"""A filter that is put around lists and objects that a template makes."""
 _WIDE_PERCENT: Final = re.compile(r"%[^a-zA-Z%]*(?:[0-9]{3}|\*)")
 _WIDE_BRACES: Final = re.compile(r"\{[^{}]*:[^{}]*(?:[0-9]{3}|\{)")
 
@@ -85,7 +90,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         for name in _DROPPED_FILTERS:
             del self.filters[name]
         self.filters |= {"join": self._join, "replace": self._replace, "indent": self._indent, "format": self._format}
-        self.filters |= {"string": self._string, "tojson": self._tojson}
+        self.filters |= {"string": self._string, "tojson": self._tojson, _WEIGHED: self._weighed}
+        self.filters |= {name: self._weighing(self.filters[name]) for name in _TAKING_APART}
         del self.globals["lipsum"]
         self.globals |= {"range": self._range, "raise_exception": _raise_exception}
         self.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
@@ -118,8 +124,30 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             raise TemplateLimit(f"the chat template makes more than {self._max_chars} characters")
 
     def _weigh(self, value: object) -> None:
+        """A list that holds another twice, and so on, is small and takes for ever to compare: so nothing gets heavier
+        than what may be printed. A step for each kilobyte, since weighing takes its time too."""
         if not isinstance(value, str):
-            self._fit(weight(value, self._max_chars))
+            total = weight(value, self._max_chars)
+            self._fit(total)
+            self.step(total >> 10)
+
+    def _weighed(self, value: object) -> object:
+        self._weigh(value)
+        return value
+
+    def _weighing(self, inner: Callable[..., object]) -> Callable[..., object]:
+        """A filter that looks at all items of a value."""
+        at = 1 if hasattr(inner, "jinja_pass_arg") else 0
+
+        @functools.wraps(inner)
+        def weighing(*given: Any, **named: Any) -> object:
+            value = given[at]
+            if isinstance(value, Iterable) and not isinstance(value, str | Mapping | list | tuple | range | Undefined):
+                value = list(value)
+            self._weigh(value)
+            return inner(*given[:at], value, *given[at + 1 :], **named)
+
+        return weighing
 
     def concat(self, parts: Iterable[str]) -> str:
         """What jinja joins printed text with: in the end, and for macros and `set` blocks."""
@@ -143,12 +171,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                     self._fit(len(many) * times)
         elif operator == "%" and isinstance(left, str):
             self._check_percent(left, right)
-        return super().call_binop(context, operator, left, right)
+        made = super().call_binop(context, operator, left, right)
+        if isinstance(made, list | tuple):
+            self._weigh(made)
+        return made
 
     def call(__self, __context: Context, __obj: object, *args: object, **kwargs: object) -> object:
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             args = __self._checked_method(owner, getattr(__obj, "__name__", ""), args)
+        elif __obj is dict or isinstance(__obj, Macro):
+            __self._weigh([args, kwargs])
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: object) -> Callable[..., str] | None:
@@ -273,6 +306,22 @@ class _Bounded(NodeTransformer):
         for text in texts[1:]:
             whole = nodes.Add(whole, text, lineno=line)
         return whole
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return self._weighing(node, node.items)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        # One that is stored to has names in it.
+        return self._weighing(node, node.items if node.ctx == "load" else [])
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return self._weighing(node, [part for pair in node.items for part in (pair.key, pair.value)])
+
+    def _weighing(self, node: nodes.Expr, items: Sequence[nodes.Expr]) -> nodes.Node:
+        self.generic_visit(node)
+        if all(isinstance(item, nodes.Const) for item in items):
+            return node
+        return nodes.Filter(node, _WEIGHED, [], [], None, None, lineno=node.lineno)
 
     def _stepping(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)

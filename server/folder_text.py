@@ -213,10 +213,10 @@ def _eos_ids(config: Mapping[str, Any], name: str) -> list[int]:
 
 def _family(described: Mapping[str, Any]) -> str:
     """How bytes are written in tokens: "byte level", or "spaces" (SentencePiece's). Raises BadTokenizer."""
-    model = described.get("model")
-    kind = model.get("type") if isinstance(model, dict) else None
-    if kind != "BPE":
-        raise BadTokenizer(f"the model of its {TOKENIZER} is {str(kind)[:80]!r}. Supported: 'BPE'")
+    said = described.get("model")
+    model: dict[str, Any] = said if isinstance(said, dict) else {}
+    if model.get("type") != "BPE":
+        raise BadTokenizer(f"the model of its {TOKENIZER} is {str(model.get('type'))[:80]!r}. Supported: 'BPE'")
     for key, inert in _INERT.items():
         if model.get(key) not in inert:
             raise BadTokenizer(f"the model of its {TOKENIZER} has {key} {str(model[key])[:80]!r}: not supported")

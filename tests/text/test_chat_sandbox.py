@@ -78,6 +78,23 @@ BOMBS = [
     "{% for i in range(99) %}{{ 'a' * 9999 }}{% endfor %}",
     "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    *(
+        # Each is a few hundred objects, and looked at item by item 2**60 of them.
+        "{% set n = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}"
+        f"{{% set n.a = {twice.replace('n.', 'n.a')} %}}{{% set n.b = {twice.replace('n.', 'n.b')} %}}"
+        "{% endfor %}{{ n.a == n.b }}"
+        for twice in (
+            "[n., n.]",
+            "(n., n.)",
+            "{'p': n., 'q': n.}",
+            "dict(p=n., q=n.)",
+            "n. + [n.]",
+            "[n.] * 2",
+            "[1, 2] | map(attribute='none', default=n.) | list",
+            "[1, 2] | map(attribute='none', default=n.) | sort",
+        )
+    ),
+    "{% macro f(a) %}{{ f(varargs, varargs) if a | length < 60 else a == a }}{% endmacro %}{{ f('x', 'x') }}",
     "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
     "{% set n.x = y %}{% endfor %}",
     "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
