@@ -1,4 +1,4 @@
-"""Weights in groups are the file's own numbers where it has 4 or 8 bits, and close to them elsewhere."""
+"""Weights in groups are the file's own numbers where it has them in groups of 32, and close to them elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from headrace.ops.weights.groups import GROUP, Groups, groups_of, rounded, stacked
 
 SHAPE = (5, 96)
-BITS = {"Q4_0": 4, "Q4_1": 4}
-EXACT = ("Q4_0", "Q4_1", "Q8_0")
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4}
+EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+BLOCKS_OF_256 = ("Q4_K", "Q5_K")
 
 
 def values(groups: Groups) -> Tensor:
@@ -26,6 +27,24 @@ def stored(kind: str) -> tuple[Groups, Tensor]:
     of = gguf.GGMLQuantizationType[kind]
     data = gguf.quantize(np.random.default_rng(3).standard_normal(SHAPE, dtype=np.float32), of)
     return groups_of(kind, memoryview(data.tobytes()), SHAPE), torch.from_numpy(gguf.dequantize(data, of)).double()
+
+
+def drawn(kind: str) -> tuple[Groups, Tensor]:
+    """Random blocks, all codes and scales among them: the package writes no blocks of these kinds."""
+    of, shape = gguf.GGMLQuantizationType[kind], (6, 768)
+    random, (_, block_bytes) = np.random.default_rng(5), gguf.GGML_QUANT_SIZES[of]
+    blocks = random.integers(0, 256, (*shape[:1], shape[1] // 256, block_bytes), np.uint8)
+    blocks[..., :4] = random.uniform(1e-4, 1e-2, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
+    data = blocks.reshape(shape[0], -1)
+    return groups_of(kind, memoryview(data.tobytes()), shape), torch.from_numpy(gguf.dequantize(data, of)).double()
+
+
+@pytest.mark.parametrize("kind", BLOCKS_OF_256)
+def test_blocks_of_eight_groups_keep_their_numbers(kind: str) -> None:
+    groups, expected = drawn(kind)
+    assert groups.bits == BITS.get(kind, 8)
+    assert sorted(set(groups.codes.flatten().tolist())) == list(range(16 if kind == "Q4_K" else 32))
+    torch.testing.assert_close(values(groups), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [*EXACT, "F32", "F16", "BF16"])
