@@ -68,6 +68,20 @@ _GAUGES: Final = (
     ("storage_put_off_pages", "put_off_pages", "Pages to write when storage is usable and has nothing else to write."),
     ("kv_pages_cached", "pages_cached", "Pages that only the prefix index holds."),
 )
+# Of each window group, by the tokens of its window.
+_WINDOW_GAUGES: Final = (
+    ("window_pages", "pages_total", "Device pages of layers with a window."),
+    ("window_pages_free", "pages_free", "Of these, pages that nobody holds."),
+    ("window_pages_cached", "pages_cached", "Of these, pages that only the prefix index holds."),
+    ("window_pages_claimed", "pages_claimed", "Of these, pages that running requests may need at once."),
+    ("window_host_pages", "host_pages_total", "Pages of the host tier for layers with a window."),
+    ("window_host_pages_cached", "host_pages_cached", "Of these, pages that can be matched."),
+    ("window_saved_bytes", "saved_bytes", "Device memory that pages for all tokens would take more."),
+)
+_WINDOW_COUNTERS: Final = (
+    ("window_copied_pages", "copied_pages", "Pages of layers with a window copied from the device to the host."),
+    ("window_short_matches", "short_matches", "Requests that could reuse less than other layers had."),
+)
 
 
 class _EngineCollector(Collector):
@@ -82,6 +96,12 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"headrace:{name}", text, value=getattr(status, field))
         for name, field, text in _GAUGES:
             yield GaugeMetricFamily(f"headrace:{name}", text, value=getattr(status, field))
+        for family, table in ((CounterMetricFamily, _WINDOW_COUNTERS), (GaugeMetricFamily, _WINDOW_GAUGES)):
+            for name, field, text in table:
+                metric = family(f"headrace:{name}", text, labels=["window_tokens"])
+                for group in status.window_groups:
+                    metric.add_metric([str(group.window_tokens)], getattr(group, field))
+                yield metric
         by_tier = {"host": status.cached_host_tokens, "storage": status.cached_storage_tokens}
         by_tier["device"] = status.cached_tokens - sum(by_tier.values())
         cached = CounterMetricFamily("headrace:cached_bytes", "KV that was reused, by its tier.", labels=["tier"])

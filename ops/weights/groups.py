@@ -116,7 +116,7 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 def _nibbles_of_eight(packed: Tensor) -> Tensor:
     """Of eight groups: of 32 bytes the low halves are one's, the high ones the next one's."""
-    pairs = packed.unflatten(-1, (4, GROUP))
+    pairs = packed.reshape(*packed.shape[:-1], 4, GROUP)
     return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-3, -2)
 
 

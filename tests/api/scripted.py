@@ -186,6 +186,7 @@ class ScriptedEngine:
             "last_step_age_ms": self.last_step_age_ms,
             "steps": self.steps,
             "waited_ms": dict.fromkeys(WAIT_CAUSES, 0.0),
+            "window_groups": [],
         }
         return EngineStatus(**fields)
 

@@ -131,7 +131,7 @@ class Server:
         async with asyncio.timeout(30):
             status, _, payload = parse_answer(await reader.read())
         writer.close()
-        return status, json.loads(payload)
+        return status, payload.decode() if path == "/metrics" else json.loads(payload)
 
     async def good(self, method: str, path: str, body: object = None, key: str = "") -> Any:
         status, answer = await self.ask(method, path, body, key)

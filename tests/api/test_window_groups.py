@@ -71,6 +71,20 @@ async def test_the_server_says_what_the_window_group_has_and_saves() -> None:
         assert 0 < group["copied_pages"] == group["host_pages_cached"] < WHOLE // PAGE_TOKENS
 
 
+async def test_metrics_have_what_the_server_says_of_the_window_group() -> None:
+    async with serving(hybrid()) as server:
+        assert await ask(server) == (0, 0, 0)
+        group = await group_of(server)
+        scraped = await server.good("GET", "/metrics")
+    for name, field in (
+        *(("pages", "pages_total"), ("pages_free", "pages_free"), ("pages_cached", "pages_cached")),
+        *(("pages_claimed", "pages_claimed"), ("host_pages", "host_pages_total"), ("saved_bytes", "saved_bytes")),
+        *(("host_pages_cached", "host_pages_cached"), ("copied_pages_total", "copied_pages")),
+        ("short_matches_total", "short_matches"),
+    ):
+        assert f'headrace:window_{name}{{window_tokens="{WINDOW}"}} {float(group[field])}\n' in scraped, name
+
+
 async def test_a_prompt_is_found_flushed_pinned_and_warmed() -> None:
     async with serving(hybrid()) as server:
         await ask(server)
