@@ -57,6 +57,8 @@ class SentencePieceVocabulary(Vocabulary):
         self.scores: list[float] = self.list_of("scores", float)
         if len(self.scores) != len(self.texts):
             raise BadTokenizer(f"the model file has {len(self.texts)} tokens and {len(self.scores)} scores")
+        if not np.isfinite(self.scores).all():
+            raise BadTokenizer("the model file has scores of tokens that are no numbers")
         bytes_there = {text for text, kind in zip(self.texts, self.types) if kind == Kind.BYTE}
         if bytes_there != {f"<0x{byte:02X}>" for byte in range(256)}:
             raise BadTokenizer(

@@ -79,12 +79,16 @@ class Vocabulary:
         self.types: list[int] = self.list_of("token_type", int)
         if not self.texts or len(self.types) != len(self.texts):
             raise BadTokenizer(f"the model file has {len(self.texts)} tokens and {len(self.types)} token types")
+        if unknown := set(self.types) - set(Kind):
+            raise BadTokenizer(f"it has tokens of the kind {min(unknown)} (tokenizer.ggml.token_type), which is none")
+        if self.flag("add_eos_token", False):
+            raise BadTokenizer("every prompt ends with eos_token_id (tokenizer.ggml.add_eos_token): not supported")
         self.bos_id = self.id_of("bos_token_id")
         self.eos_id = self.id_of("eos_token_id")
 
     def adds_bos(self, default: bool) -> bool:
         """Whether a prompt begins with `bos_id`. `default`: where the file says nothing."""
-        adds = self._metadata.get("tokenizer.ggml.add_bos_token", default) is True
+        adds = self.flag("add_bos_token", default)
         if adds and self.bos_id is None:
             raise BadTokenizer("a prompt begins with the token bos_token_id, which the model file does not have")
         return adds

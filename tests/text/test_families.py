@@ -212,6 +212,7 @@ def test_control_tokens_of_sentence_pieces_count_in_the_operators_text(like_llam
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces"),
         ({"scores": [0.5]}, "420 tokens and 1 scores"),
         ({"scores": None}, "scores is missing"),
+        ({"scores": [float("nan")] * 420}, "scores of tokens that are no numbers"),
         ({"add_space_prefix": 1}, "add_space_prefix is '1'"),
         ({"token_type": [1] * 420}, "0 tokens for single bytes"),
         ({"bos_token_id": None}, "bos_token_id, which the model file does not have"),

@@ -267,6 +267,9 @@ def test_end_tokens_that_a_file_names_are_stop_ids(small_metadata: SmallMetadata
         ({"eos_token_id": -1}, "eos_token_id is -1"),
         ({"eos_token_id": True}, "eos_token_id is True"),
         ({"add_bos_token": True}, "bos_token_id, which the model file does not have"),
+        ({"add_bos_token": "yes"}, "add_bos_token is 'yes', neither true nor false"),
+        ({"add_eos_token": True}, "every prompt ends with eos_token_id"),
+        ({"token_type": [7] * 256}, "tokens of the kind 7"),
     ],
 )
 def test_a_vocabulary_that_would_be_read_wrongly_is_refused(
