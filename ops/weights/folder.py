@@ -157,7 +157,7 @@ def _parts(folder: Path) -> dict[str, set[str]]:
     if missing:
         raise BadModelFile(
             f"{str(folder)!r} lacks {len(missing)} of the {len(parts)} files that {INDEX} names, "
-            f"the first is {missing[0]}. {_AGAIN}"
+            f"the first is {missing[0][:200]!r}. {_AGAIN}"
         )
     return parts
 
