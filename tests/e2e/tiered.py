@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.kvcache.storage.agent_process import AgentProcess
 from headrace.ops.models.architectures import read_config
-from headrace.ops.weights.gguf import GgufFile
+from headrace.ops.weights.files import open_model_file
 from headrace.ops.wire import Start
 from headrace.sched.engine import Engine
 from headrace.sched.executors.worker_process import WorkerProcess
@@ -90,10 +90,10 @@ class TieredEngine:
 
 @asynccontextmanager
 async def tiered_engine(
-    model_file: Path, directory: Path, worker: Callable[[Start], Start] = lambda start: start, **changed: Any
+    model: Path, directory: Path, worker: Callable[[Start], Start] = lambda start: start, **changed: Any
 ) -> AsyncIterator[TieredEngine]:
-    """A float32 engine over a worker and an agent, both ended when the block ends. `worker` may tell the worker
-    something else than a server would."""
+    """A float32 engine over a worker and an agent, both ended when the block ends; `model`: a file or folder. `worker`
+    may tell the worker something else than a server would."""
     chosen: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -107,17 +107,17 @@ async def tiered_engine(
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": UNHURRIED,
     }
-    settings = Settings(model_path=str(model_file), skip_server_warmup=True, cpu_threads=1, **(chosen | changed))
-    hardware, file = with_card(read_hardware(), settings), GgufFile.open(model_file)
+    settings = Settings(model_path=str(model), skip_server_warmup=True, cpu_threads=1, **(chosen | changed))
+    hardware, file = with_card(read_hardware(), settings), open_model_file(model)
     try:
-        model = read_config(file)
-        plan = plan_memory(model, settings, hardware)
+        config = read_config(file)
+        plan = plan_memory(config, settings, hardware)
         quantization, dot = settings.quantization, hardware.dot
         fingerprint = model_fingerprint(file, plan.layout, plan.dtype, quantization, plan.kernels, dot)
     finally:
         file.close()
     tiers = plan_tiers(settings, plan, hardware, fingerprint)
-    options = engine_options(settings, model_file, model, plan, fingerprint, tiers, dot)
+    options = engine_options(settings, model, config, plan, fingerprint, tiers, dot)
     options = msgspec.structs.replace(options, start=worker(options.start))
     host = HostPool(tiers.host_bytes)
     tiered = TieredEngine()
