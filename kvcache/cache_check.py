@@ -42,8 +42,7 @@ def check_cache(
         yield
     for group, (pool, claim) in enumerate(zip(pools, claims)):
         pool.check()
-        held = [holding.pages[group, : holding.count][holding.private[: holding.count]] for holding in holdings]
-        claim.claim(Owner.REQUEST, joined(held))
+        claim.claim(Owner.REQUEST, joined([run[group] for holding in holdings for run in holding.own_runs]))
         claim.finish(Owner.INDEX, Owner.REQUEST, Owner.TRANSFER)
         yield
     if host is not None and host_claims is not None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.radix_nodes import Lease
 from headrace.ops.wire import I32
 
@@ -50,8 +50,8 @@ class Holding:
     """What one request holds: a leased prefix and pages of its own. `pages`: int32 [full groups, capacity]."""
 
     __slots__ = (
-        *("count", "device_pages", "duplicates", "handle", "host", "lease", "matched_pages", "pages", "private"),
-        *("ends", "windows"),
+        *("count", "device_pages", "duplicates", "ends", "handle", "host", "lease", "matched_pages", "pages"),
+        "windows",
     )
 
     def __init__(
@@ -66,11 +66,10 @@ class Holding:
         """int32 [groups, k]: host pages that follow, and that the request's first step loads."""
         self.matched_pages = count + host.shape[1]
         """Pages that need not be computed."""
-        self.count = count
-        self.pages: I32 = np.full((groups, capacity), -1, np.int32)
+        self.count: int = count
+        self.pages: I32 = np.empty((groups, capacity), np.int32)
+        """The first `count` are set."""
         self.pages[:, :count] = device
-        self.private: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
-        """[capacity] which of the first `count` pages the request owns."""
         self.duplicates: list[Repointed] = []
         """Leased pages of the index that it has a copy of, which it still reads."""
         self.windows = windows
@@ -79,9 +78,30 @@ class Holding:
         """Pages of its prefix, not published yet, behind which somebody may go on."""
 
     @property
+    def own_runs(self) -> list[I32]:
+        """The pages that the request owns, int32 [groups, n] each: what it has not published, and its duplicates."""
+        unpublished = self.pages[:, self.lease.num_pages : self.count]
+        return [unpublished, *(self.pages[:, some.indices] for some in self.duplicates)]
+
+    @property
+    def own_pages(self) -> int:
+        """How many these are."""
+        return max(0, self.count - self.lease.num_pages) + sum(len(some.indices) for some in self.duplicates)
+
+    @property
     def num_loads(self) -> int:
         """Host pages that the request's first step loads, of all groups."""
         return self.host.size + sum(len(window.host) for window in self.windows)
+
+
+class Filled(NamedTuple):
+    """Full pages of a request's first `tokens` known tokens are to be matchable; `step` is the last launched step that
+    fills any of them."""
+
+    holding: Holding
+    key: PrefixKey
+    tokens: int
+    step: int
 
 
 class WindowStats(msgspec.Struct, frozen=True):

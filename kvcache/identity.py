@@ -69,8 +69,8 @@ class PrefixKey:
         assert end_page * self.page_tokens <= self.length
         return self.tokens[first_page * self.page_tokens : end_page * self.page_tokens].tobytes()
 
-    def page_hashes(self, pages: int) -> list[bytes]:
-        """Chain hashes (16 bytes each) of the first `pages` pages."""
+    def page_hashes(self, pages: int, first: int = 0) -> list[bytes]:
+        """Chain hashes (16 bytes each) of the first `pages` pages, or of those of them from `first` on."""
         have = len(self._hashes)
         if have < pages:
             assert pages * self.page_tokens <= self.length
@@ -79,4 +79,4 @@ class PrefixKey:
             # A void of a page's size becomes bytes: cut by numpy at 0.01 µs a page, a slice of `raw` is 0.05.
             ids = self.tokens[have * self.page_tokens : pages * self.page_tokens].view(f"V{self.page_tokens * 4}")
             self._hashes += [link := digest(link + page) for page in ids.tolist()]
-        return self._hashes[:pages]
+        return self._hashes[first:pages]

@@ -36,6 +36,7 @@ from headrace.kvcache.radix_copies import begin_copies, give_up_copies, host_par
 from headrace.kvcache.radix_nodes import (
     Change,
     Dropped,
+    Had,
     Kept,
     Lease,
     Lru,
@@ -138,39 +139,35 @@ class RadixIndex:
                 self._offer(node)
             node = above
 
-    def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> tuple[NDArray[np.bool_], I32]:
+    def extend(self, lease: Lease, raw: bytes, pages: I32, step: int) -> list[Had]:
         """Store device pages (int32 [groups, n]) that follow the lease's end, filled by `step`; the lease moves behind
         them. All of the lease's own path must be on the device.
 
-        Returns bool [n]: which pages the index took; and int32 [groups, n]: the index's pages for these tokens. Where
-        it had device pages for them already it takes none, and its own are others.
+        Returns runs that the index does not take, since it had device pages for these tokens already.
         """
         count = pages.shape[1]
-        taken = np.zeros(count, np.bool_)
-        node, at, indexed = lease.node, 0, pages.copy()
+        node, at, had = lease.node, 0, list[Had]()
         while at < count:
             start = at * self._page_bytes
             child = node.children.get(raw[start : start + self._page_bytes])
             if child is None:
-                taken[at:] = True
                 node, at = self._append(node, raw[start:], pages[:, at:], step), count
             elif have := child.num_device:
                 common = min(common_pages(child.key, raw, start, self._page_bytes), have)
                 node = child if common == child.length else self._split(child, common)
                 self._hold(node)
-                indexed[:, at : at + common] = node.device
+                had.append(Had(at, node.device))
                 at += common
             else:
                 # Only the host had them: these bytes are the same, and nobody need load them any more.
                 common = common_pages(child.key, raw, start, self._page_bytes)
                 node = child if common == child.length else self._split(child, common)
                 self._hold(node)
-                taken[at : at + common] = True
                 self._set_device(node, pages[:, at : at + common], step)
                 at += common
         lease.node = node
         lease.num_pages += count
-        return taken, indexed
+        return had
 
     def load(self, lease: Lease, pages: I32, step: int) -> None:
         """The pages of the lease's path that only the host has are brought to these device pages by `step`."""

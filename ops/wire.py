@@ -22,6 +22,7 @@ This module holds no torch, so that both sides can import it.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from operator import mul
 from typing import Final, TypeAlias
 
@@ -380,9 +381,13 @@ class ForwardBatch:
 
 def batch_bytes(counts: Counts) -> int:
     """Bytes that a batch of these counts takes in its ring slot."""
-    sizes: tuple[int, ...] = msgspec.structs.astuple(counts)
-    words: int = sum(map(mul, sizes, _COUNT_WORDS))
-    return (_CONSTANT_WORDS + words) * _WORD
+    return _CONSTANT_WORDS * _WORD + more_bytes(msgspec.structs.astuple(counts))
+
+
+def more_bytes(counts: Iterable[int]) -> int:
+    """Bytes that so many more of each thing take, in the order of `Counts`."""
+    words: int = sum(map(mul, counts, _COUNT_WORDS))
+    return words * _WORD
 
 
 class StepResults:

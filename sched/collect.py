@@ -71,7 +71,7 @@ def remember(batch: ScheduleBatch, table: SlotTable, step: int, ring_slot: int, 
         prefill_tokens=batch.prefill_tokens,
         prefill_pairs=batch.prefill_pairs,
         launched_s=now_s,
-        loading=[request for request in batch.entered if request.holding is not None and request.holding.num_loads],
+        loading=batch.loading,
     )
 
 
@@ -123,16 +123,16 @@ def collect(
     finished: list[Finished] = []
     ended: list[Request] = []
     goes_on = np.ones(len(rows), np.bool_)
-    for i in np.flatnonzero(look).tolist():
-        request = table.requests[slots[i]]
+    table.known[slots[failed]] -= 1
+    at = np.flatnonzero(look)
+    looked = (at, slots[at], ids[at], table.known[slots[at]], failed[at], first[at])
+    for i, slot, token, tokens, has_failed, is_first in zip(*(column.tolist() for column in looked)):
+        request = table.requests[slot]
         assert request is not None
-        if failed[i]:
-            table.known[slots[i]] -= 1
-        end = _end_of(request, int(ids[i]), int(table.known[slots[i]]), bool(failed[i]))
-        if first[i] and not failed[i]:
+        if is_first and not has_failed:
             request.wait_for(None, now_s)
             started.append(_started(request, page_tokens, page_bytes))
-        if end is not None:
+        if (end := _end_of(request, token, tokens, has_failed)) is not None:
             finished.append(end)
             ended.append(request)
             goes_on[i] = False
@@ -140,8 +140,7 @@ def collect(
     handles = table.handle[slots]
     matched = table.masked[slots] & goes_on
     _publish(scheduler, slots, goes_on)
-    for request in ended:
-        scheduler.end(request)
+    scheduler.end(ended)
     kept = np.flatnonzero(~failed)
     asked = bool(table.watched[slots].any())
     return Collected(
@@ -217,7 +216,8 @@ def _publish(scheduler: Scheduler, slots: NDArray[np.int64], goes_on: NDArray[np
     table = scheduler.table
     filled = np.minimum(table.known[slots] - (~goes_on | table.masked[slots]), table.computed[slots])
     page_tokens = scheduler.cache.layout.page_tokens
-    for i in np.flatnonzero(filled // page_tokens > table.published[slots]).tolist():
-        request = table.requests[slots[i]]
-        assert request is not None
-        scheduler.publish(request, int(filled[i]))
+    fuller = np.flatnonzero(filled // page_tokens > table.published[slots])
+    if len(fuller):
+        requests = (table.requests[slot] for slot in slots[fuller].tolist())
+        bound = [request for request in requests if request is not None]
+        scheduler.publish(list(zip(bound, filled[fuller].tolist(), strict=True)))

@@ -529,7 +529,7 @@ class Engine:
     def _end(self, request: Request, reason: FinishReason, message: str = "", n_tokens: int = -1) -> None:
         """End a request from outside a step: its slot and pages are given back now, fenced by its last step."""
         outputs = self._outputs(request)
-        self._scheduler.end(request)
+        self._scheduler.end([request])
         self._drop(request)
         finished = Finished(
             request=request.submit.request,

@@ -53,10 +53,10 @@ class Request:
 
     __slots__ = (
         *("arrival_s", "cached_host_tokens", "cached_storage_tokens", "cached_tokens", "deadlines", "filling_from"),
-        *("filling_to", "holding", "ids", "key", "matched_tokens", "matched_version", "matching", "order", "place"),
-        *("prefetch", "prefetch_decision", "prefetch_policy", "prefetch_reason", "prompt_logprobs_from", "retractions"),
-        *("saved_by", "saved_ms", "slot", "stage", "started", "submit", "waited_for", "waited_ms", "waits_for"),
-        "_waiting_since_s",
+        *("filling_to", "holding", "ids", "key", "limit_tokens", "matched_tokens", "matched_version", "matching"),
+        *("order", "place", "prefetch", "prefetch_decision", "prefetch_policy", "prefetch_reason"),
+        *("prompt_logprobs_from", "prompt_tokens", "retractions", "saved_by", "saved_ms", "slot", "stage", "started"),
+        *("submit", "waited_for", "waited_ms", "waits_for", "_waiting_since_s"),
     )
 
     def __init__(self, submit: Submit, key: PrefixKey, order: int, arrival_s: float) -> None:
@@ -65,6 +65,9 @@ class Request:
         self.order = order
         """Of submission: the tie-breaker of every policy."""
         self.arrival_s = arrival_s
+        self.prompt_tokens = len(submit.prompt_ids)
+        self.limit_tokens = self.prompt_tokens + submit.sampling.max_tokens
+        """The longest its context may become."""
         self.stage = Stage.WAITING
         self.ids: I32 = submit.prompt_ids
         """Known ids while it has no slot."""
@@ -89,7 +92,7 @@ class Request:
         """What it waited for before, until its first id."""
         self._waiting_since_s = arrival_s
         wants = submit.sampling.prompt_logprobs >= 0
-        self.prompt_logprobs_from = submit.sampling.prompt_logprobs_from if wants else len(submit.prompt_ids)
+        self.prompt_logprobs_from = submit.sampling.prompt_logprobs_from if wants else self.prompt_tokens
         """Prompt positions from here on still need their logprobs."""
         self.retractions = 0
         self.matching: Matching | None = None
@@ -112,10 +115,6 @@ class Request:
             self.waits_for, self._waiting_since_s = cause, now_s
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.submit.prompt_ids)
-
-    @property
     def compute_from(self) -> int | None:
         """Positions from here on are computed, whatever is cached: the logprob of a prompt id comes from the logits of
         the position before it. None if the prompt's are not wanted, or all have been told."""
@@ -126,11 +125,6 @@ class Request:
         """Whether it has a grammar that has not said yet what the next output may be."""
         outputs = len(self.ids) - self.prompt_tokens
         return self.matching is not None and self.matching.mask(outputs) is None
-
-    @property
-    def limit_tokens(self) -> int:
-        """The longest its context may become."""
-        return self.prompt_tokens + self.submit.sampling.max_tokens
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kvcache.cache import KvCache
-from headrace.kvcache.holding import Holding
+from headrace.kvcache.holding import Filled, Holding
 from headrace.kvcache.pool import Fence
 from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
@@ -80,6 +80,8 @@ class Scheduler:
         self._preempt_above = preempt_above
         self._now_s = 0.0
         """Of the step that is being prepared."""
+        self._growth: tuple[int, int] | None = None
+        """Requests with pages, and the outputs that they may still have, once this step has asked for it."""
         self._filling: dict[bytes, int] = {}
         self._with_duplicates: list[Request] = []
         self._moved: list[Moved] = []
@@ -96,23 +98,22 @@ class Scheduler:
         request.waited_for = "turn" if len(self.waiting) else ""
         self.waiting.add(request, now_s)
 
-    def end(self, request: Request) -> None:
-        """Give back whatever the request has, in whichever stage it is."""
-        self._end_prefetch(request, None)
-        if request.stage is Stage.WAITING:
-            self.waiting.remove(request)
-        else:
-            if request.holding is not None:
-                self._close(request)
-            if request.stage is Stage.PREFILL:
-                self.prefilling.remove(request)
-            elif request.stage is Stage.RETRACTED:
-                self.retracted.remove(request)
-            self._forecast.ended(
-                int(self.table.known[request.slot]) - request.prompt_tokens, request.submit.sampling.max_tokens
-            )
-            self.table.leave(request)
-        request.stage = Stage.ENDED
+    def end(self, requests: Sequence[Request]) -> None:
+        """Give back whatever these have, in whichever stage they are."""
+        self._close([request for request in requests if request.holding is not None])
+        for request in requests:
+            self._end_prefetch(request, None)
+            if request.stage is Stage.WAITING:
+                self.waiting.remove(request)
+            else:
+                if request.stage is Stage.PREFILL:
+                    self.prefilling.remove(request)
+                elif request.stage is Stage.RETRACTED:
+                    self.retracted.remove(request)
+                outputs = int(self.table.known[request.slot]) - request.prompt_tokens
+                self._forecast.ended(outputs, request.submit.sampling.max_tokens)
+                self.table.leave(request)
+            request.stage = Stage.ENDED
 
     def read_ahead(self) -> None:
         """Let storage be read for those who are near their turn."""
@@ -126,7 +127,7 @@ class Scheduler:
             self.retracted.remove(request)
             self.table.leave(request)
             self.enqueue(request, now_s)
-        self._now_s = now_s
+        self._now_s, self._growth = now_s, None
         self._repoint()
         stuck: list[Request] = []
         if self.waiting:
@@ -156,12 +157,14 @@ class Scheduler:
         table.extent[decode] += 1
         table.last_step[decode] = step
         for chunk in batch.chunks:
-            request, slot = chunk.request, chunk.request.slot
+            slot = chunk.request.slot
             table.computed[slot] = chunk.end
             table.last_step[slot] = step
             self.computed_tokens += chunk.tokens
-            self.publish(request, chunk.end)
+        self.publish([(chunk.request, chunk.end) for chunk in batch.chunks])
+        for chunk in batch.chunks:
             if chunk.samples:
+                request, slot = chunk.request, chunk.request.slot
                 table.extent[slot] += 1
                 table.decoding[slot] = True
                 request.stage = Stage.DECODE
@@ -196,21 +199,26 @@ class Scheduler:
         has_slot = self.table.free_slots > 0 or self._preempt_above is not None
         return has_slot and not all(request.lacks_mask for request in islice(self.waiting, _MAX_PASSED_OVER))
 
-    def publish(self, request: Request, filled_tokens: int) -> None:
-        """Put a request's full pages of known, launched tokens into the index."""
-        slot, holding = request.slot, request.holding
-        assert holding is not None and filled_tokens <= self.table.computed[slot]
-        request.key.length = int(self.table.known[slot])
-        self.cache.publish(holding, request.key, filled_tokens, int(self.table.last_step[slot]))
-        if holding.duplicates:
-            self._with_duplicates.append(request)
-        self.table.published[slot] = filled_tokens // self._page_tokens
-        self._forget_filling(request, filled_tokens // self._page_tokens)
+    def publish(self, all_filled: Sequence[tuple[Request, int]]) -> None:
+        """Put requests' full pages of known, launched tokens, up to so many each, into the index."""
+        table, runs = self.table, list[Filled]()
+        for request, tokens in all_filled:
+            slot, holding = request.slot, request.holding
+            assert holding is not None and tokens <= table.computed[slot]
+            request.key.length = int(table.known[slot])
+            runs.append(Filled(holding, request.key, tokens, int(table.last_step[slot])))
+        self.cache.publish(runs)
+        for request, tokens in all_filled:
+            assert request.holding is not None
+            if request.holding.duplicates:
+                self._with_duplicates.append(request)
+            table.published[request.slot] = pages = tokens // self._page_tokens
+            self._forget_filling(request, pages)
 
     def retract(self, request: Request) -> None:
         """Take a running request's pages from it. Its launched steps are still collected; then it waits again and is
         computed from what the index has kept."""
-        self._close(request)
+        self._close([request])
         if request.stage is Stage.PREFILL:
             self.prefilling.remove(request)
         request.stage = Stage.RETRACTED
@@ -227,8 +235,7 @@ class Scheduler:
         for request in self.retracted:
             self.table.extent[request.slot] = self.table.known[request.slot]
         lost = self._with_pages()
-        for request in lost:
-            self.end(request)
+        self.end(lost)
         return lost
 
     def check(self) -> None:
@@ -322,7 +329,7 @@ class Scheduler:
             slots, room = slots + 1, room + cache.returned_by(request.holding)
             fits = missing + self._reserve(urgent, leaving) <= room
             fits = fits and (windows is None or windows.admits(holding, leaving))
-        cache.close(holding, Fence())
+        cache.close([holding], Fence())
         if fits:
             for request in leaving:
                 self.retract(request)
@@ -367,15 +374,15 @@ class Scheduler:
         missing, windows = needed - holding.count, self._windows
         pages = cache.take(missing) if missing + self._reserve(request) <= cache.available_pages else None
         if windows is not None and pages is not None and not (windows.admits(holding) and windows.can_begin(holding)):
-            cache.append(holding, pages)
+            cache.return_taken(pages)
             pages = None
         if pages is None:
-            cache.close(holding, Fence())
+            cache.close([holding], Fence())
             return "pages"
         if not self._add_chunk(batch, request, budget, holding, needed):
             # The step or its ring slot is full; whoever is alone in a batch always fits.
-            cache.append(holding, pages)
-            cache.close(holding, Fence())
+            cache.return_taken(pages)
+            cache.close([holding], Fence())
             return "budget"
         cache.load(holding, pages, step)
         if windows is not None:
@@ -390,7 +397,7 @@ class Scheduler:
         missing = self.cache.layout.pages(len(request.ids)) - holding.count
         room = self.cache.available_pages - self._reserve(request)
         fits = missing <= room and (self._windows is None or self._windows.admits(holding))
-        self.cache.close(holding, Fence())
+        self.cache.close([holding], Fence())
         return bool(fits)
 
     def _open(self, request: Request) -> Holding:
@@ -399,16 +406,21 @@ class Scheduler:
     def _reserve(self, request: Request, leaving: Sequence[Request] = ()) -> int:
         """Pages that admission leaves for the outputs of those that run, but for those leaving, and of this request
         beside them."""
-        active = np.flatnonzero(self.table.held)
-        if len(active) == len(leaving):
+        if self._growth is None:
+            # Once a step, 8 µs: who enters is added to it.
+            active = np.flatnonzero(self.table.held)
+            self._growth = len(active), int((self.table.limit[active] - self.table.extent[active]).sum())
+        active_requests, growth = self._growth
+        if active_requests == len(leaving):
             return 0
-        growth = int((self.table.limit[active] - self.table.extent[active]).sum())
         for other in leaving:
             growth -= int(self.table.limit[other.slot] - self.table.extent[other.slot])
         growth += request.limit_tokens - len(request.ids)
         return int(self._forecast.ratio(request.retractions) * growth) // self._page_tokens
 
     def _enter(self, request: Request, holding: Holding) -> None:
+        if self._growth is not None:
+            self._growth = self._growth[0] + 1, self._growth[1] + request.limit_tokens - len(request.ids)
         self.table.enter(request, holding, self._page_tokens)
         request.stage = Stage.PREFILL
         from_storage = self._end_prefetch(request, holding)
@@ -419,7 +431,7 @@ class Scheduler:
         self.prefilling.append(request)
         full = len(request.ids) // self._page_tokens
         request.filling_from, request.filling_to = holding.matched_pages, max(full, holding.matched_pages)
-        for page_hash in request.key.page_hashes(request.filling_to)[request.filling_from :]:
+        for page_hash in request.key.page_hashes(request.filling_to, request.filling_from):
             self._filling[page_hash] = self._filling.get(page_hash, 0) + 1
 
     def _add_chunk(
@@ -467,28 +479,39 @@ class Scheduler:
         # A page that was missing at the last look and is still in progress is missing now: no need to look again.
         if self._is_filling(request, request.matched_tokens // self._page_tokens):
             return True
+        if self._filling.keys().isdisjoint(request.key.page_hashes(len(request.ids) // self._page_tokens)):
+            return False
         self.waiting.look(request)
         return self._is_filling(request, request.matched_tokens // self._page_tokens)
 
     def _is_filling(self, request: Request, page: int) -> bool:
         if page >= (len(request.ids) - 1) // self._page_tokens:
             return False
-        return request.key.page_hashes(page + 1)[page] in self._filling
+        return request.key.page_hashes(page + 1, page)[0] in self._filling
 
     def _forget_filling(self, request: Request, upto: int) -> None:
         upto = min(upto, request.filling_to)
-        for page_hash in request.key.page_hashes(upto)[request.filling_from : upto]:
+        if upto <= request.filling_from:
+            return
+        for page_hash in request.key.page_hashes(upto, request.filling_from):
             count = self._filling.pop(page_hash) - 1
             if count:
                 self._filling[page_hash] = count
-        request.filling_from = max(request.filling_from, upto)
+        request.filling_from = upto
 
-    def _close(self, request: Request) -> None:
-        assert request.holding is not None
-        self.cache.close(request.holding, Fence(int(self.table.last_step[request.slot])))
-        request.holding = None
-        self.table.held[request.slot] = 0
-        self._forget_filling(request, request.filling_to)
+    def _close(self, requests: Sequence[Request]) -> None:
+        """Take the pages from requests that have some."""
+        self._growth = None
+        # Those that end together mostly have one last step, or two that follow each other: few calls, of 20 µs each.
+        behind: dict[int, list[Holding]] = {}
+        for request in requests:
+            assert request.holding is not None
+            behind.setdefault(int(self.table.last_step[request.slot]), []).append(request.holding)
+            request.holding = None
+            self.table.held[request.slot] = 0
+            self._forget_filling(request, request.filling_to)
+        for step, holdings in behind.items():
+            self.cache.close(holdings, Fence(step))
 
     def _end_prefetch(self, request: Request, holding: Holding | None) -> int:
         """The request stops waiting for storage; pages that it got from there."""

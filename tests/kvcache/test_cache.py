@@ -10,6 +10,7 @@ import pytest
 
 from headrace.kvcache.cache import FORGOTTEN_NODES, KvCache
 from headrace.kvcache.events import Stored
+from headrace.kvcache.holding import Filled
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.pool import Fence
@@ -33,9 +34,9 @@ def run_through(cache: KvCache, tokens: PrefixKey, step: int) -> int:
     pages = cache.take(LAYOUT.pages(tokens.length) - holding.count)
     assert pages is not None
     cache.append(holding, pages)
-    cache.publish(holding, tokens, tokens.length, step)
+    cache.publish([Filled(holding, tokens, tokens.length, step)])
     cache.check_integrity()
-    cache.close(holding, Fence(step))
+    cache.close([holding], Fence(step))
     cache.check_integrity()
     return int(holding.matched_pages)
 
@@ -75,7 +76,7 @@ def test_eviction_waits_for_the_last_reader_too() -> None:
     run_through(cache, key(*range(9)), step=0)
     cache.complete_step(0)
     reader = cache.open(key(*range(9)), 9)
-    cache.close(reader, Fence(6))
+    cache.close([reader], Fence(6))
     assert cache.take(3) is None, "step 6 reads two of them"
     cache.complete_step(6)
     assert cache.take(3) is not None
@@ -89,11 +90,11 @@ def test_two_requests_that_compute_the_same_keep_their_own_copies() -> None:
         pages = cache.take(3)
         assert pages is not None
         cache.append(holding, pages)
-        cache.publish(holding, tokens, 9, step)
-    assert first.private[:3].tolist() == [False, False, True]
-    assert second.private[:3].tolist() == [True, True, True]
+        cache.publish([Filled(holding, tokens, 9, step)])
+    assert [run.tolist() for run in first.own_runs] == [[[2]]]
+    assert [run.tolist() for run in second.own_runs] == [[[5]], [[3, 4]]]
     cache.check_integrity()
-    cache.close(second, Fence(1))
+    cache.close([second], Fence(1))
     cache.complete_step(1)
     assert (cache.stats().free, cache.peek(tokens)) == (5, 8)
 
@@ -105,7 +106,7 @@ def test_a_flush_drops_what_nobody_uses_and_says_what_it_kept() -> None:
     cache.complete_step(1)
     reader = cache.open(key(*range(9)), 9)
     assert cache.flush()[:2] == (2, 2)
-    cache.close(reader, Fence())
+    cache.close([reader], Fence())
     assert cache.flush()[:2] == (2, 0)
     assert cache.flush()[:2] == (0, 0)
     assert cache.stats().free == 16

@@ -77,9 +77,9 @@ def test_namespaces_do_not_see_each_other() -> None:
 def test_a_second_writer_is_shown_the_first_ones_pages_and_holds_those() -> None:
     index = RadixIndex(PAGE, 1)
     first, second = index.acquire(ROOT, raw(1, 2)).lease, index.acquire(ROOT, raw(1, 2)).lease
-    assert index.extend(first, raw(1, 2, 3, 4), numbers(0, 2), 5)[0].all()
-    taken, indexed = index.extend(second, raw(1, 2, 3, 4, 5, 6), numbers(20, 3), 6)
-    assert taken.tolist() == [False, False, True] and indexed.tolist() == [[0, 1, 22]]
+    assert not index.extend(first, raw(1, 2, 3, 4), numbers(0, 2), 5)
+    had = index.extend(second, raw(1, 2, 3, 4, 5, 6), numbers(20, 3), 6)
+    assert [(run.start, run.pages.tolist()) for run in had] == [(0, [[0, 1]])]
     assert second.num_pages == 3
     index.release(first, 5)
     assert index.evictable_device_pages == 0, "the second reads them too"
@@ -90,8 +90,8 @@ def test_a_second_writer_that_goes_another_way_shares_only_what_is_equal() -> No
     index = RadixIndex(PAGE, 1)
     first, second = index.acquire(ROOT, raw(1, 2)).lease, index.acquire(ROOT, raw(1, 2)).lease
     index.extend(first, raw(1, 2, 3, 4, 5, 6), numbers(0, 3), 5)
-    taken, indexed = index.extend(second, raw(1, 2, 7, 8), numbers(20, 2), 6)
-    assert taken.tolist() == [False, True] and indexed.tolist() == [[0, 21]]
+    had = index.extend(second, raw(1, 2, 7, 8), numbers(20, 2), 6)
+    assert [(run.start, run.pages.tolist()) for run in had] == [(0, [[0]])]
     index.release(first, 5)
     assert index.evictable_device_pages == 2
     index.check([second])
@@ -243,7 +243,7 @@ def test_a_request_that_computed_what_only_the_host_has_gives_it_to_the_device()
     index = RadixIndex(PAGE, 1)
     lease = index.acquire(ROOT, b"").lease
     index.insert_host(ROOT, raw(1, 2, 3, 4), 0, numbers(100, 2))
-    assert index.extend(lease, raw(1, 2, 3, 4, 5, 6), numbers(0, 3), 1)[0].all()
+    assert not index.extend(lease, raw(1, 2, 3, 4, 5, 6), numbers(0, 3), 1), "it takes all"
     index.check([lease])
 
 
@@ -321,8 +321,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert host.tolist() == [[self.host[prefix] for prefix in prefixes[on_device:known]]] * 2
         pages = self.fresh(len(tokens) - on_device)
         self.index.load(lease, pages[:, : known - on_device], 0)
-        taken, _ = self.index.extend(lease, text[known * PAGE * 4 :], pages[:, known - on_device :], 0)
-        assert taken.all()
+        assert not self.index.extend(lease, text[known * PAGE * 4 :], pages[:, known - on_device :], 0), "it takes all"
         for prefix, page in zip(prefixes[on_device:], pages[0].tolist()):
             self.device[prefix] = page
         self.leases.append((lease, text))

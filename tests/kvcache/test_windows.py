@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.kvcache.cache import KvCache
-from headrace.kvcache.holding import Holding
+from headrace.kvcache.holding import Filled, Holding
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.pool import Fence
@@ -43,7 +43,7 @@ def compute(cache: KvCache, holding: Holding, tokens: PrefixKey, end: int, step:
     windows = windows_of(cache)
     assert windows.reach(holding.windows, end) == end
     windows.grow(holding.windows, end)
-    cache.publish(holding, tokens, end, step)
+    cache.publish([Filled(holding, tokens, end, step)])
     windows.passed(holding.windows, end, step)
     cache.check_integrity()
 
@@ -55,7 +55,7 @@ def run_through(cache: KvCache, tokens: PrefixKey, step: int, chunk: int = 4) ->
         compute(cache, holding, tokens, min(start + chunk, tokens.length), step)
         cache.complete_step(step)
         step += 1
-    cache.close(holding, Fence(step - 1))
+    cache.close([holding], Fence(step - 1))
     cache.check_integrity()
     return int(holding.matched_pages)
 
@@ -99,7 +99,7 @@ def test_a_prefix_is_usable_where_the_window_behind_it_is_there() -> None:
     assert cache.peek(key(*range(41))) == 28
     holding = begin(cache, key(*range(41)), 20)
     assert (holding.matched_pages, holding.windows[0].first) == (7, 5)
-    cache.close(holding, Fence(20))
+    cache.close([holding], Fence(20))
     assert windows.stats()[0].short_matches == 1
     cache.check_integrity()
 
@@ -142,7 +142,7 @@ def test_a_running_request_is_never_short_of_its_window() -> None:
     short = cache.open(key(*range(100, 105)), 8)
     assert windows_of(cache).admits(short.windows), "two pages are all that it can ever have"
     for holding in (first, other, short):
-        cache.close(holding, Fence())
+        cache.close([holding], Fence())
     cache.check_integrity()
 
 
@@ -154,7 +154,7 @@ def test_a_chunk_leaves_to_others_what_they_may_need() -> None:
     compute(cache, first, key(*range(80)), (RUNNING + 1) * PAGE, 0)
     assert windows.reach(second.windows, 80) == RUNNING * PAGE
     for holding in (first, second):
-        cache.close(holding, Fence(0))
+        cache.close([holding], Fence(0))
 
 
 def test_only_the_windows_behind_ends_are_copied_and_only_they_are_loaded() -> None:
@@ -167,7 +167,7 @@ def test_only_the_windows_behind_ends_are_copied_and_only_they_are_loaded() -> N
     holding = begin(cache, key(*range(61)), 40)
     assert holding.host.shape == (1, 15) and len(holding.windows[0].host) == 2
     assert holding.num_loads == 17
-    cache.close(holding, Fence(40))
+    cache.close([holding], Fence(40))
     cache.check_integrity()
 
 

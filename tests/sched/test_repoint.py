@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -28,11 +28,12 @@ def on_duplicates(patch: pytest.MonkeyPatch, act: Callable[[Scheduler, Request],
     prepared."""
     publish, seen = Scheduler.publish, list[Request]()
 
-    def published(scheduler: Scheduler, request: Request, filled_tokens: int) -> None:
-        publish(scheduler, request, filled_tokens)
-        if not seen and request.holding is not None and request.holding.duplicates:
-            seen.append(request)
-            running_loop().call_soon(act, scheduler, request)
+    def published(scheduler: Scheduler, all_filled: Sequence[tuple[Request, int]]) -> None:
+        publish(scheduler, all_filled)
+        for request, _ in all_filled:
+            if not seen and request.holding is not None and request.holding.duplicates:
+                seen.append(request)
+                running_loop().call_soon(act, scheduler, request)
 
     patch.setattr(Scheduler, "publish", published)
 
@@ -77,7 +78,7 @@ def test_a_request_that_ends_with_duplicates_is_not_repointed(monkeypatch: pytes
 def test_a_request_that_publishes_twice_between_steps_is_repointed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(world: World) -> None:
         def again(scheduler: Scheduler, request: Request) -> None:
-            scheduler.publish(request, int(scheduler.table.computed[request.slot]))
+            scheduler.publish([(request, int(scheduler.table.computed[request.slot]))])
             assert scheduler._with_duplicates.count(request) == 2
 
         on_duplicates(monkeypatch, again)

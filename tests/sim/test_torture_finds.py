@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import pytest
 
 from headrace.kvcache.cache import KvCache
@@ -85,9 +86,9 @@ def free_twice(patch: Patch) -> None:
     last: list[Any] = []
 
     def close(real: Callable[..., Any]) -> Callable[..., Any]:
-        def wrong(self: KvCache, holding: Holding, fence: Fence) -> None:
-            own = holding.pages[0, : holding.count][holding.private[: holding.count]].copy()
-            real(self, holding, fence)
+        def wrong(self: KvCache, holdings: Sequence[Holding], fence: Fence) -> None:
+            own = np.concatenate([run[0] for holding in holdings for run in holding.own_runs])
+            real(self, holdings, fence)
             if len(last) == 3 and len(last[0]):
                 self._pools[0].owner[last[0]] = 1
                 self._pools[0].give_back(last[0], 1, fence)

@@ -7,7 +7,7 @@ from typing import Any
 from bench.sides.load import I32, PAGE_TOKENS, Load, serve
 
 from headrace.kvcache.cache import KvCache
-from headrace.kvcache.holding import Holding
+from headrace.kvcache.holding import Filled, Holding
 from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.pool import Fence
@@ -48,11 +48,11 @@ class Headrace:
 
     def publish(self, request: _Request) -> None:
         assert request.holding is not None
-        self._cache.publish(request.holding, request.key, request.key.length - 1, 0)
+        self._cache.publish([Filled(request.holding, request.key, request.key.length - 1, 0)])
 
     def finish(self, request: _Request) -> None:
         assert request.holding is not None
-        self._cache.close(request.holding, Fence())
+        self._cache.close([request.holding], Fence())
 
     def facts(self) -> dict[str, Any]:
         self._cache.check_integrity()
