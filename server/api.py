@@ -28,6 +28,7 @@ from headrace.server.generation import MAX_PENDING_BYTES, Generation, Running, T
 from headrace.server.in_flight import InFlight
 from headrace.server.metrics import Metrics
 from headrace.server.openai_requests import GenerationFields, prefetch_policy
+from headrace.server.overload_log import OverloadLog
 from headrace.server.readiness import Readiness
 from headrace.server.sampling import Vocabulary
 from headrace.server.sampling_defaults import SamplingDefaults
@@ -85,6 +86,7 @@ class Api:
         self.readiness = Readiness(engine.status)
         self.in_flight = InFlight(self.metrics.in_flight)
         self.turns = Turns()
+        self.overload_log = OverloadLog()
         self.keys = Keys(settings.api_keys, settings.admin_api_key)
         self.chat_template: str | None = None
         """Its source, for clients that render by themselves."""
@@ -138,17 +140,18 @@ class Api:
 
         Raises ApiError 400 for an empty prompt, and for one that does not fit with what was asked.
         """
-        limit = self.context_tokens
+        status = self.engine.status()
+        limit, of_pool = status.max_context_tokens, status.pages_total * status.page_tokens <= status.max_context_tokens
         if prompt_tokens == 0:
             message = f"`{prompt_param}` is empty: there must be at least one token."
             raise bad_request(message, prompt_param, "empty_prompt")
         if prompt_tokens >= limit:
-            raise context_length_exceeded(prompt_tokens, asked, limit, prompt_param)
+            raise context_length_exceeded(prompt_tokens, asked, limit, prompt_param, of_pool=of_pool)
         if asked is None:
             room = limit - prompt_tokens
             return room if default is None else min(default, room)
         if prompt_tokens + asked > limit:
-            raise context_length_exceeded(prompt_tokens, asked, limit, asked_param)
+            raise context_length_exceeded(prompt_tokens, asked, limit, asked_param, of_pool=of_pool)
         return asked
 
     def terms(self, fields: GenerationFields, request: web.Request) -> Terms:

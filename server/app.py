@@ -106,6 +106,7 @@ def build_app(api: Api) -> web.Application:
                 if method == "GET":
                     app.router.add_route("HEAD", path, route.handler)
     app.on_response_prepare.append(_set_headers)
+    app.on_cleanup.append(_close_log)
     return app
 
 
@@ -165,7 +166,11 @@ async def _answer(api: Api, request: web.Request, route: Route | None, handler: 
 
 def _refusal(request: web.Request, error: ApiError) -> web.Response:
     if error.status >= 500:
-        log.warning("request %s: %s %s: %s", _ID.get(), error.status, _shown(request), ascii(str(error))[1:-1])
+        line = f"request {_ID.get()}: {error.status} {_shown(request)}: {ascii(str(error))[1:-1]}"
+        if error.status == 503:
+            api_of(request).overload_log.refused(line)
+        else:
+            log.warning("%s", line)
     return web.Response(
         status=error.status,
         # aiohttp has no word for statuses that are not in the registry.
@@ -205,6 +210,10 @@ def _request_id(request: web.Request) -> str:
     """What the client calls its request, in safe characters; else a name of ours."""
     given = _UNSAFE.sub("_", request.headers.get("X-Request-ID", ""))[:MAX_ID_CHARS]
     return given or secrets.token_hex(8)
+
+
+async def _close_log(app: web.Application) -> None:
+    app[API].overload_log.close()
 
 
 async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -69,10 +69,15 @@ def unsupported(message: str, param: str) -> ApiError:
 
 
 def context_length_exceeded(
-    prompt_tokens: int, max_tokens: int | None, limit_tokens: int, param: str, at_least: bool = False
+    prompt_tokens: int,
+    max_tokens: int | None,
+    limit_tokens: int,
+    param: str,
+    at_least: bool = False,
+    of_pool: bool = False,
 ) -> ApiError:
     """`max_tokens`: as the request says; None where it says nothing. `at_least`: the prompt was refused by its size,
-    before its tokens were counted to the last one."""
+    before its tokens were counted to the last one. `of_pool`: the limit is the KV cache's, not the model's."""
     prompt = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
     if max_tokens is None:
         what = f"the prompt has {prompt}, and an answer needs at least one. Shorten the prompt."
@@ -81,7 +86,8 @@ def context_length_exceeded(
             f"the prompt has {prompt} and max_tokens is {max_tokens}, {prompt_tokens + max_tokens} together. "
             "Shorten the prompt or lower max_tokens."
         )
-    message = f"This model's context is {limit_tokens} tokens: {what}"
+    whose = "This server's KV cache (--max-total-tokens)" if of_pool else "This model's context"
+    message = f"{whose} is {limit_tokens} tokens: {what}"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
@@ -175,6 +181,10 @@ def not_begun(message: str) -> ApiError:
 
 
 def deadline_exceeded(message: str) -> ApiError:
+    message = (
+        f"{message.rstrip('.')}. Ask for fewer tokens, or give it longer: `timeout_s`, up to this server's "
+        "--request-timeout-s."
+    )
     return ApiError(504, message, kind="timeout_error", code="deadline_exceeded")
 
 

@@ -201,6 +201,14 @@ def _job(
     max_tokens = api.max_tokens(
         len(prompt.ids), params.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, param, "sampling_params.max_new_tokens"
     )
+    if _scores_prompt(body) and (start := body.logprob_start_len or 0) >= len(prompt.ids):
+        # SGLang refuses it too.
+        raise bad_request(
+            f"`logprob_start_len` is {start}, and the last token is number {len(prompt.ids) - 1}, counted from "
+            "0: give that or less, or -1 for none of the prompt.",
+            "logprob_start_len",
+            "invalid_value",
+        )
     logprobs = (body.top_logprobs_num or 0) if body.return_logprob else -1
     fields = GenerationFields(
         stop=params.stop,

@@ -81,8 +81,11 @@ def _refuse(body: CompletionRequest, n: int) -> None:
     refuse_unsupported(body)
     if body.suffix:
         raise unsupported("`suffix` is not supported: the model was not taught to fill in the middle.", "suffix")
-    if body.best_of not in (None, 0, 1, n):
-        raise unsupported(f"`best_of` must be 1 or equal to `n` ({n}); ranking candidates is not supported.", "best_of")
+    if body.best_of is not None and body.best_of < n:
+        message = f"`best_of` is {body.best_of}, less than `n` ({n}): leave it out, or lower `n`."
+        raise bad_request(message, "best_of", "invalid_value")
+    if body.best_of is not None and body.best_of > n:
+        raise unsupported(f"`best_of` above `n` ({n}) is not supported: nothing ranks candidates here.", "best_of")
     if body.stream and body.echo and body.logprobs is not None and n > 1:
         raise unsupported("`echo` with `logprobs` and `n` above 1 is not streamed; leave `stream` out.", "stream")
 

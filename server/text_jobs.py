@@ -354,6 +354,7 @@ class TextJobs:
             message = f"the text worker can't start ({self._refusal or how})"
             blamed = list(self._jobs.values())
         if process.is_loaded or self._jobs:
-            _log.warning("the text worker ended (%s); %d of %d texts failed", how, len(blamed), len(self._jobs))
+            lost = f"; {len(blamed)} of {len(self._jobs)} texts failed" if self._jobs else ", with no text to work on"
+            _log.warning("the text worker ended (%s)%s", how, lost)
         for job in blamed:
             self._fail(job, TextFailed(message))

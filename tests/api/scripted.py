@@ -111,6 +111,7 @@ class ScriptedEngine:
     cached_tokens: int = 0
     last_step_age_ms: float = 0.0
     context_tokens: int = CONTEXT_TOKENS
+    pages: int = 2 * CONTEXT_TOKENS // 16
     refuse: Exception | None = None
     """What `submit` raises."""
     refuse_grammar: Exception | None = None
@@ -181,8 +182,8 @@ class ScriptedEngine:
             "running": len(self.running),
             "max_context_tokens": self.context_tokens,
             "page_tokens": 16,
-            "pages_total": 64,
-            "pages_free": 64,
+            "pages_total": self.pages,
+            "pages_free": self.pages,
             "last_step_age_ms": self.last_step_age_ms,
             "steps": self.steps,
             "waited_ms": dict.fromkeys(WAIT_CAUSES, 0.0),

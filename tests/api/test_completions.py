@@ -121,10 +121,20 @@ async def test_every_choice_echoes_the_prompts_scores_which_are_computed_once() 
     assert answer.choices[0].logprobs == answer.choices[1].logprobs
 
 
-async def test_best_of_one_is_accepted() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+async def test_best_of_as_many_as_are_wanted_is_accepted(n: int) -> None:
     async with client_of(ScriptedEngine()) as (client, _):
-        answer = await client.completions.create(model=MODEL, prompt="a", best_of=1)
-    assert len(answer.choices) == 1
+        answer = await client.completions.create(model=MODEL, prompt="a", best_of=n, n=n)
+    assert len(answer.choices) == n
+
+
+async def test_best_of_fewer_than_are_wanted_is_refused_with_what_to_change() -> None:
+    async with client_of(ScriptedEngine()) as (client, _):
+        with pytest.raises(
+            openai.BadRequestError, match="`best_of` is 1, less than `n` \\(3\\): leave it out"
+        ) as error:
+            await client.completions.create(model=MODEL, prompt="a", best_of=1, n=3)
+    assert error.value.param == "best_of"
 
 
 @pytest.mark.parametrize(("fields", "param"), [({"suffix": "end"}, "suffix"), ({"best_of": 3}, "best_of")])

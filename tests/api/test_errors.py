@@ -76,6 +76,15 @@ async def test_a_prompt_that_is_too_long_is_told_what_was_asked_and_nothing_else
     assert answer["error"]["message"].startswith(f"This model's context is 40 tokens: {says}")
 
 
+async def test_a_prompt_that_is_too_long_for_the_kv_cache_is_told_which_flag_says_so() -> None:
+    engine = ScriptedEngine(context_tokens=32)
+    engine.pages = 2
+    async with serving(engine) as served:
+        status, _, answer = await served.ask("POST", "/v1/completions", {"prompt": "x" * 40})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["message"].startswith("This server's KV cache (--max-total-tokens) is 32 tokens: ")
+
+
 @pytest.mark.parametrize(
     ("message", "says"),
     [
@@ -139,6 +148,7 @@ async def test_a_deadline_is_a_504() -> None:
         engine.end(1, "timeout", "the request did not end within 1000 ms")
         status, _, answer = await task
     assert status == 504 and answer["error"]["code"] == "deadline_exceeded"
+    assert "Ask for fewer tokens, or give it longer: `timeout_s`" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

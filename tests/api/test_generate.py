@@ -83,14 +83,23 @@ async def test_logprobs_are_triples_of_logprob_id_and_text() -> None:
 
 async def test_prompt_logprobs_are_asked_for_from_their_start_on() -> None:
     async with serving(ScriptedEngine(saying("b", END))) as served:
-        for start in (0, 2, 3):
+        for start in (0, 1, 2):
             body = {"text": "xyz", "return_logprob": True, "logprob_start_len": start, "return_text_in_logprobs": True}
             _, _, answer = await served.ask("POST", "/generate", body)
             rows = answer["meta_info"]["input_token_logprobs"]
             assert [row[2] for row in rows] == ["x", "y", "z"][start:]
             assert start == 0 or all(row[0] is not None for row in rows)
     sent = [submit.sampling for submit in served.engine.submits]
-    assert [sampling.prompt_logprobs_from for sampling in sent] == [1, 2, 3]
+    assert [sampling.prompt_logprobs_from for sampling in sent] == [1, 1, 2]
+
+
+async def test_prompt_logprobs_from_behind_the_prompt_are_refused() -> None:
+    async with serving(ScriptedEngine()) as served:
+        body = {"text": "xyz", "return_logprob": True, "logprob_start_len": 3}
+        status, _, answer = await served.ask("POST", "/generate", body)
+        ignored, _, _ = await served.ask("POST", "/generate", body | {"return_logprob": False})
+    assert (status, answer["error"]["param"], ignored) == (400, "logprob_start_len", 200)
+    assert "the last token is number 2" in answer["error"]["message"]
 
 
 async def test_a_streams_events_have_the_new_rows_of_logprobs_and_the_last_one_has_all() -> None:

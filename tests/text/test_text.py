@@ -201,6 +201,19 @@ async def test_work_beyond_the_bounds_is_refused_at_once(make_service: MakeServi
 # A worker that dies or hangs
 
 
+async def test_a_worker_that_dies_idle_is_said_to_have_had_no_text(
+    service: TextService, caplog: pytest.LogCaptureFixture
+) -> None:
+    await service.encode(LONG)
+    pid = service.worker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: service.worker_pid is None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the text worker ended (signal 9), with no text to work on"
+    ]
+
+
 async def test_a_killed_worker_fails_the_job_it_worked_on_and_the_next_one_works(service: TextService) -> None:
     job = asyncio.ensure_future(service.encode(VERY_LONG))
     await until(lambda: is_working(service))

@@ -97,7 +97,10 @@ def claim(path: str, make_files: MakeFiles = Files) -> Claim:
         os.makedirs(path, DIRECTORY_MODE, exist_ok=True)
         files = make_files(open_directory(path))
     except OSError as error:
-        raise StoreRefused(f"the cache directory {path} can't be opened: {say(error)}") from error
+        what = "give a directory that this user may write to (--disk-cache-dir)"
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise StoreRefused(f"the cache directory {path} is not a directory: {what}") from error
+        raise StoreRefused(f"the cache directory {path} can't be opened: {say(error)}; {what}") from error
     try:
         return _lock(path, files)
     except OSError as error:
