@@ -120,6 +120,14 @@ class Compiling(msgspec.Struct, tag="compiling", frozen=True):
     """None: nothing."""
 
 
+class Spent(msgspec.Struct, tag="spent", frozen=True):
+    """A lane's grammar has taken `spent_s` of a core, all that one of its length may: only the end of this worker ends
+    it."""
+
+    lane: int
+    spent_s: float
+
+
 class Compiled(msgspec.Struct, tag="compiled", frozen=True):
     job: int
     error: str
@@ -151,7 +159,7 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
     """Its grammar can't be used, or asks for more work than is allowed; otherwise the fault is not the client's."""
 
 
-Reply: TypeAlias = Ready | Queued | Compiling | Compiled | Masks | Complete | Broken
+Reply: TypeAlias = Ready | Queued | Compiling | Compiled | Masks | Complete | Broken | Spent
 
 command_decoder: Final[msgspec.msgpack.Decoder[Command]] = msgspec.msgpack.Decoder(Command)
 reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)

@@ -9,8 +9,8 @@ end    `end` forgets a request's; a lost worker is started again and brought up 
 
 The worker is started when the first grammar comes. It can hang or die of a grammar. It says which ones it compiles, so
 one of those is to blame if it ends meanwhile. Each is tried once more, alone, and refused from then on if the worker
-dies again; one that takes too long is refused at once. Where nothing is compiled, whoever waits for a mask at two ends
-of it, fails. The others never notice more than a late mask.
+dies again; one that takes too long, or too much of a core for its length, is refused at once. Where nothing is
+compiled, whoever waits for a mask at two ends of it, fails. The others never notice more than a late mask.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from headrace.sched.grammar import (
     Masks,
     Queued,
     Ready,
+    Spent,
     Suspect,
     encoder,
     reply_decoder,
@@ -366,15 +367,19 @@ class Matchers:
             return
         slow = {lane: begun for lane, begun in self._compiling.items() if begun[1] + ANSWER_S <= now_s}
         if slow:
-            lane, (grammar, _) = next(iter(slow.items()))
-            self._suspects[grammar] = _Suspect(_MAX_TRIES - 1, f"it took longer than {ANSWER_S:.0f} s to compile")
-            self._compiling = {lane: slow[lane]}  # the others are not to blame
-            self._lose(f"the grammar worker is ended: a grammar took longer than {ANSWER_S:.0f} s to compile")
+            self._convict(next(iter(slow)), f"took longer than {ANSWER_S:.0f} s to compile")
         else:
             next(iter(self._asked.values())).tries = _MAX_TRIES
             self._compiling.clear()  # they are not to blame
             self._lose(f"the grammar worker did not answer within {ANSWER_S:.0f} s: the grammar may be too costly")
         self._deadline = self._loop.call_later(ANSWER_S, self._overdue)
+
+    def _convict(self, lane: int, how: str) -> None:
+        """The grammar that a lane compiles must be stopped, and with it the worker: it is refused from now on."""
+        grammar, since_s = self._compiling[lane]
+        self._suspects[grammar] = _Suspect(_MAX_TRIES - 1, f"it {how}")
+        self._compiling = {lane: (grammar, since_s)}  # the others are not to blame
+        self._lose(f"the grammar worker is ended: a grammar {how}")
 
     def _reply(self, message: bytes) -> None:
         """One reply. A fault in handling it is the stage's, not only this callback's."""
@@ -392,6 +397,8 @@ class Matchers:
                     if grammar is not None:
                         self._compiling[lane] = grammar, self._loop.time()
                     self._set_deadline()
+                case Spent(lane=lane, spent_s=spent_s) if lane in self._compiling:
+                    self._convict(lane, f"took more than {spent_s:g} s of a core to compile, too much for its length")
                 case Compiled() as compiled:
                     if (entry := self._compiles.get(compiled.job)) is not None and not entry[1].done():
                         entry[1].set_result(compiled.error)

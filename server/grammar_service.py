@@ -34,6 +34,7 @@ from headrace.sched.grammar import (
     Matcher,
     Queued,
     Reply,
+    Spent,
     Suspect,
 )
 
@@ -42,7 +43,10 @@ T = TypeVar("T")
 MAX_COMPILED: Final = 128
 """Grammars kept: 0.1 to 20 MB each, by what their lexers have met."""
 SHORT_BYTES: Final = 1 << 14
-"""Of a grammar's text: one of so many takes a second at most, one of 128 KiB may take 35."""
+"""Of a grammar's text: one of so many that means no harm takes a second at most, one of 128 KiB may take 35."""
+SHORT_S: Final = 3.0
+"""Of a core, for a short grammar. Some take for ever, whatever the library's limits: `allOf` of twenty patterns, or of
+multiples of eight primes."""
 LANES: Final = 2
 """Compilations side by side."""
 _SHORT_LANE: Final = 1
@@ -54,8 +58,11 @@ MASKS_BYTES: Final = 1 << 17
 class Lane(Protocol):
     """Where compilations run, `LANES` at a time."""
 
-    def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Run the job; call `done` with its result, from `deliver`."""
+    def submit(
+        self, job: Callable[[], T], done: Callable[[T], None], limit_s: float | None, spent: Callable[[], None]
+    ) -> None:
+        """Run the job; call `done` with its result. If it takes more of a core than `limit_s`, call `spent`; that does
+        not stop it."""
 
 
 class _Live:
@@ -141,7 +148,8 @@ class GrammarService:
 
     def _next_for(self, lane: int) -> Grammar | None:
         """Requests first: theirs were compiled once before, and are known to do no harm. Then short ones, but for the
-        lane that long ones have to themselves; each kind by its length, since those that take seconds are long."""
+        lane that long ones have to themselves; long ones by their length, short ones as they came: whoever sends many
+        that take their three seconds is not let by others."""
         busy = self._compiling.values()
         if any(grammar in self._suspects for grammar in busy):
             return None
@@ -154,7 +162,8 @@ class GrammarService:
 
     def _turn(self, lane: int, grammar: Grammar) -> tuple[bool, bool, int]:
         is_short = len(grammar.text) <= SHORT_BYTES
-        return max(self._waiting[grammar]) < 0, is_short and lane != _SHORT_LANE, len(grammar.text)
+        length = 0 if is_short else len(grammar.text)
+        return max(self._waiting[grammar]) < 0, is_short and lane != _SHORT_LANE, length
 
     def _compile(self, lane: int, grammar: Grammar) -> None:
         self._compiling[lane] = grammar
@@ -166,7 +175,13 @@ class GrammarService:
             except BadGrammar as error:
                 return error
 
-        self._lane.submit(compiled, lambda result: self._done(lane, grammar, result))
+        limit_s = SHORT_S if len(grammar.text) <= SHORT_BYTES else None
+        self._lane.submit(
+            compiled,
+            lambda result: self._done(lane, grammar, result),
+            limit_s,
+            lambda: self._reply(Spent(lane, SHORT_S)),
+        )
 
     def _checked(self, grammar: Grammar) -> Matcher:
         """Compiled, and its first mask made, which builds most of what a lexer needs (70 ms). Raises BadGrammar.

@@ -30,6 +30,7 @@ from headrace.ops.weights.files import open_model_file
 from headrace.sched.grammar import MAX_MESSAGE_BYTES, Grammar, Matcher, Ready, Reply, command_decoder, encoder
 from headrace.server.grammar_library import GrammarLibrary
 from headrace.server.grammar_service import LANES, GrammarService
+from headrace.server.metered_lanes import MeteredLanes
 from headrace.server.tokenizer import Tokenizer
 
 MAX_MEMORY_BYTES: Final = 4 << 30
@@ -37,6 +38,8 @@ MAX_MEMORY_BYTES: Final = 4 << 30
 COMPILE_STACK_BYTES: Final = 256 << 20
 """Address space, of which what is used is taken. The library recurses once or more a rule: in 8 MiB a chain of 1,500
 ended the process; in 64, whatever 128 KiB of text can say compiles or is refused."""
+METER_MS: Final = 100
+"""How often it is looked at what a compilation has taken."""
 COMPILE_NICENESS: Final = 5
 """Masks and steps come first."""
 
@@ -75,7 +78,8 @@ def _serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
         return library.compile(grammar)
 
-    service = GrammarService(reply, compile_grammar, lanes, (tokenizer.vocab_size + 31) // 32)
+    metered = MeteredLanes(lanes)
+    service = GrammarService(reply, compile_grammar, metered, (tokenizer.vocab_size + 31) // 32)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     # What loading left behind stays; a collection over it would only cost time.
     gc.freeze()
@@ -85,7 +89,8 @@ def _serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
     poll.register(pipe, select.POLLIN)
     poll.register(wake, select.POLLIN)
     while True:
-        for fd, _ in poll.poll():
+        metered.check()
+        for fd, _ in poll.poll(METER_MS if metered.running else None):
             if fd == wake:
                 os.eventfd_read(wake)
                 lanes.deliver()

@@ -71,16 +71,21 @@ def compile_toy(grammar: Grammar, vocab: int) -> Matcher:
 
 
 class SimLane:
-    """A `Lane` in virtual time: a job runs at once, and is done as much later as it set `compile_ns` to."""
+    """A `Lane` in virtual time: a job runs at once, and is done `compile_ns` later, which it sets; meanwhile it has
+    a core of its own."""
 
     def __init__(self, server: SimServer, link: SimLink) -> None:
         self._server = server
         self._link = link
         self.compile_ns = 0
 
-    def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
+    def submit(
+        self, job: Callable[[], T], done: Callable[[T], None], limit_s: float | None, spent: Callable[[], None]
+    ) -> None:
         self.compile_ns = 0
         result = job()
+        if limit_s is not None and self.compile_ns > limit_s * 1e9:
+            self._link.loop.call_later_ns(int(limit_s * 1e9), lambda: self._deliver(None, lambda _: spent()))
         self._link.loop.call_later_ns(self.compile_ns, lambda: self._deliver(result, done))
 
     def _deliver(self, result: T, done: Callable[[T], None]) -> None:

@@ -123,3 +123,25 @@ async def test_b33_a_long_chain_of_rules_does_not_end_the_worker(model_file: Pat
     async with asking(model_file) as asker:
         await asker.engine.check_grammar(Grammar("json_schema", json.dumps(schema, separators=(",", ":"))))
         assert len(asker.grammar_workers) == 1
+
+
+HOSTILE = {
+    "allOf of patterns": Grammar(
+        "json_schema",
+        json.dumps({"allOf": [{"type": "string", "pattern": f".*{chr(97 + i)}.*"} for i in range(20)]}),
+    ),
+    "doubling rules": Grammar(
+        "ebnf", "root ::= r1 r1\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(1, 25)) + 'r25 ::= "a"'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+async def test_b33_a_short_grammar_that_never_ends_is_refused_after_three_seconds_of_a_core(
+    model_file: Path, name: str
+) -> None:
+    async with asking(model_file) as asker:
+        with pytest.raises(BadGrammar, match="more than 3 s of a core"):
+            await asker.engine.check_grammar(HOSTILE[name])
+        await asker.engine.check_grammar(Grammar("regex", "a+"))
+        assert len(asker.grammar_workers) == 2

@@ -13,7 +13,7 @@ from headrace.sched.grammar import BadGrammar, Grammar
 from headrace.sched.masks import MASK_GRACE_S
 from headrace.sched.matching import ANSWER_S, MAX_COMPILES, GrammarWorkerFailed
 from headrace.sched.messages import Overloaded
-from headrace.server.grammar_service import SHORT_BYTES
+from headrace.server.grammar_service import SHORT_BYTES, SHORT_S
 from headrace.server.sim.grammar import END_ID
 from headrace.server.sim.judge import Watched
 from headrace.server.sim.virtual_loop import run, running_loop
@@ -374,7 +374,7 @@ def test_b33_a_compilation_that_never_ends_is_a_bad_grammar() -> None:
         await world.engine.check_grammar(Grammar("toy", "1 5"))
         for _ in range(2):
             with pytest.raises(BadGrammar, match="longer than 10 s"):
-                await world.engine.check_grammar(Grammar("toy", "2 5 1000000"))
+                await world.engine.check_grammar(slow(2, 1_000_000))
             assert world.grammar_lives <= 2
         await world.engine.check_grammar(Grammar("toy", "3 5"))
 
@@ -436,7 +436,7 @@ def test_b33_a_grammar_compiled_beside_one_that_ends_the_worker_is_not_blamed() 
         await world.engine.check_grammar(Grammar("toy", "1 5"))
         async with asyncio.TaskGroup() as tasks:
             killer = tasks.create_task(_refusal(world, slow(1, 5000).text))
-            innocent = tasks.create_task(world.engine.check_grammar(Grammar("toy", "2 5 3000")))
+            innocent = tasks.create_task(world.engine.check_grammar(Grammar("toy", "2 5 2000")))
             # They are compiled side by side the first time, and one after the other then.
             for life in (1, 2):
                 await asyncio.sleep(0.2)
@@ -468,6 +468,42 @@ def test_b33_short_grammars_wait_for_no_slow_one() -> None:
         slow_ones[3].cancel()
 
     in_world(WorldShape(), scenario)
+
+
+def test_b33_a_short_grammar_that_never_ends_keeps_another_waiting_for_three_seconds() -> None:
+    async def scenario(world: World) -> None:
+        await world.engine.check_grammar(slow(1, 1))
+        began_s = running_loop().time()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.engine.check_grammar(slow(2)))
+            hostile = tasks.create_task(_refusal(world, "3 5 1000000"))
+            await asyncio.sleep(0.1)
+            await world.engine.check_grammar(Grammar("toy", "4 5"))
+            assert SHORT_S < running_loop().time() - began_s < SHORT_S + 1
+            assert "more than 3 s of a core" in await hostile
+        assert world.grammar_lives == 2
+
+    in_world(WorldShape(), scenario)
+
+
+def test_b33_short_grammars_are_compiled_as_they_came() -> None:
+    done: list[int] = []
+
+    async def scenario(world: World) -> None:
+        async def check(number: int, text: str) -> None:
+            await world.engine.check_grammar(Grammar("toy", text))
+            done.append(number)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.engine.check_grammar(slow(1)))
+            tasks.create_task(check(0, "2 5 1000"))
+            await asyncio.sleep(0.1)
+            tasks.create_task(check(1, "3 5 1000".ljust(400)))
+            await asyncio.sleep(0.1)
+            tasks.create_task(check(2, "4 5"))
+
+    in_world(WorldShape(), scenario)
+    assert done == [0, 1, 2]
 
 
 def test_b33_of_several_short_grammars_that_take_long_two_are_compiled_at_a_time() -> None:
@@ -527,7 +563,7 @@ def test_requests_that_run_are_looked_at_before_new_grammars_when_the_worker_was
         await world.until(lambda: len(running.ids) >= 5)
         async with asyncio.TaskGroup() as tasks:
             for number in range(2):
-                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 4000")))
+                tasks.create_task(world.engine.check_grammar(Grammar("toy", f"{number} 5 2500")))
             await asyncio.sleep(0.001)
             world.kill_grammar_worker()
             async with asyncio.timeout(1):

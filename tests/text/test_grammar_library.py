@@ -14,6 +14,7 @@ from headrace.kvcache.storage.lanes import InlineLanes
 from headrace.sched.grammar import BadGrammar, Compile, Compiled, Grammar, Reply
 from headrace.server.grammar_library import GrammarLibrary, LibraryMatcher
 from headrace.server.grammar_service import GrammarService
+from headrace.server.metered_lanes import MeteredLanes
 from headrace.server.tokenizer import Tokenizer
 
 TOKENS: Final = ["a", "b", "ab", "ba", "aab", "bbb", "{", "}", '"', ":", " ", "1", "<end>", "<other>"]
@@ -207,7 +208,7 @@ def checked(library: GrammarLibrary, grammar: Grammar, words: int) -> str:
     """What the service says of a grammar; "" if it is one."""
     replies: list[Reply] = []
     lane = InlineLanes()
-    GrammarService(replies.append, library.compile, lane, words).handle(Compile(1, grammar))
+    GrammarService(replies.append, library.compile, MeteredLanes(lane), words).handle(Compile(1, grammar))
     lane.deliver()
     (error,) = (reply.error for reply in replies if isinstance(reply, Compiled))
     return error
