@@ -43,6 +43,9 @@ class _Waiting(NamedTuple):
     """That fills its last page."""
     key: PrefixKey | None
     number: int
+    begun: int = 0
+    """Pages of the prefix before this one have had their copy, and maybe lost it to those behind them, where the host
+    has less room than a window: copied again, they would go round for ever."""
 
 
 class WindowCopied(NamedTuple):
@@ -146,7 +149,7 @@ class WindowCopies:
     def _begin(self, waiting: _Waiting, completed_step: int, copy_bytes: int) -> Copy | None:
         """Begin to copy what the end lacks on the host, as much as one copy may; the rest comes next."""
         group, most = waiting.group, max(1, copy_bytes // self._page_bytes[waiting.group.number])
-        first = group.end_from(waiting.pages)
+        first = max(group.end_from(waiting.pages), waiting.begun)
         places = places_from(waiting.lease, first)[: waiting.pages - first]
         lacking = (group.device.pages[places] >= 0) & (group.host.pages[places] < 0)
         lacking &= group.filled_by[places] <= completed_step
@@ -160,7 +163,8 @@ class WindowCopies:
             self._index.release(waiting.lease, -1, touch=False)
             return None
         if len(found) > most:
-            self._waiting.appendleft(waiting._replace(lease=self._index.lease_again(waiting.lease)))
+            begun = first + int(at[-1]) + 1
+            self._waiting.appendleft(waiting._replace(lease=self._index.lease_again(waiting.lease), begun=begun))
         places = places[at]
         group.pin(places)
         transfer = self._host.next_transfer()

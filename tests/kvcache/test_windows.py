@@ -256,3 +256,16 @@ def test_the_check_finds_what_is_wrong(what: str) -> None:
 def test_a_layout_without_window_groups_has_no_places() -> None:
     cache = KvCache(msgspec.structs.replace(LAYOUT, groups=LAYOUT.groups[:1]), [8])
     assert cache.windows is None and cache._index.places_of(key().namespace, b"").size == 0
+
+
+def test_a_window_that_the_host_has_no_room_for_is_copied_once_and_no_page_again() -> None:
+    cache = KvCache(LAYOUT, [64, 64], host_pages=64, window_host_pages=[1])
+    cache.copy_pages = 1
+    run_through(cache, key(*range(33)), 0)
+    copies = 0
+    while (copy := cache.next_copy()) is not None:
+        cache.copied(copy.transfer)
+        copies += 1
+        assert copies < 100, "a page goes round and round"
+    assert not cache.copying
+    cache.check_integrity()
