@@ -138,10 +138,10 @@ def measure(sides: Sequence[Contender], load: Sequence[int], repeats: int, per_t
     return results
 
 
-def medians(turns: list[list[dict[str, float]]], operation: str) -> list[float]:
-    """Each turn's median; of all operations together for "all"."""
+def means(turns: list[list[dict[str, float]]], operation: str) -> list[float]:
+    """Each turn's mean, since an eviction may serve several prompts; of all operations together for "all"."""
     names = OPERATIONS if operation == "all" else (operation,)
-    return [statistics.median(sum(sample[name] for name in names) for sample in turn) for turn in turns]
+    return [statistics.fmean(sum(sample[name] for name in names) for sample in turn) for turn in turns]
 
 
 def tabulated(results: dict[str, dict[str, Any]], title: str) -> Table:
@@ -155,11 +155,11 @@ def tabulated(results: dict[str, dict[str, Any]], title: str) -> Table:
             if operation in side["facts"].get("without", ()):
                 cells.append("none")
                 continue
-            values = medians(side["turns"], operation)
+            values = means(side["turns"], operation)
             middle = statistics.median(values)
             cell = f"{middle:.0f} ({min(values):.0f}–{max(values):.0f})"
             if name != "headrace":
-                cell += f", {middle / statistics.median(medians(own, operation)):.1f}×"
+                cell += f", {middle / statistics.median(means(own, operation)):.1f}×"
             cells.append(cell)
         table.add_row(operation, *cells)
     return table
