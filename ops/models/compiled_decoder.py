@@ -25,6 +25,7 @@ from headrace.ops.simd.packing import pack, pack_groups, paired, paired_rows, ro
 from headrace.ops.simd.products import PRODUCT_SCRATCH_BYTES
 from headrace.ops.simd.program import Program
 from headrace.ops.simd.tables import ATTEND, GELU, MLP, OUTPUT, SILU, Constant, LayerField, StepField
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.step_kv import StepKv
 from headrace.ops.wire import ForwardBatch
@@ -44,6 +45,7 @@ class CompiledDecoder:
         kv: Elements = "float32" if weights.dtype == torch.float32 else "bfloat16"
         self.config = config
         self._elements: Elements = "q8" if quantized else kv
+        self._attended_are_inputs = not quantized or (AMX and kv == "bfloat16")
         self._kv_dtype = weights.dtype
         self._packed: list[Tensor] = []
         self._buffers: dict[StepField, Tensor] = {}
@@ -227,7 +229,7 @@ class CompiledDecoder:
                 buffer = torch.zeros((round_up(rows, ROOM_ROWS), row_bytes), dtype=torch.uint8).view(dtype)
                 self._buffers[field] = buffer
                 step[field] = buffer.data_ptr()
-        if self._elements != "q8":
+        if self._attended_are_inputs:
             step[StepField.ATTENDED_INPUT] = step[StepField.ATTENDED]
 
     def _describe(self, kv: StepKv) -> tuple[object, ...]:

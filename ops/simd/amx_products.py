@@ -52,6 +52,7 @@ _FETCHED_LINES: Final = (32, 16, 8, 4)
 
 def _emit_totals(
     b: Builder,
+    going_on: Value,
     steps: Value,
     lefts: Sequence[Value],
     x_bytes: Value,
@@ -61,11 +62,17 @@ def _emit_totals(
     outs: Sequence[Value],
     out_bytes: Value,
 ) -> None:
-    """All of `lefts`, tiles of rows, times all of `rights`, panels. `lines`: to fetch in a turn, from each of `ahead`
-    on."""
+    """All of `lefts`, tiles of rows, times all of `rights`, panels; added to what is there if `going_on`. `lines`: to
+    fetch in a turn, from each of `ahead` on."""
     totals = [(row, panel) for row in range(len(lefts)) for panel in range(len(rights))]
-    for total in range(len(totals)):
-        emit_zero(b, total)
+    places = [offset(b, outs[row], panel * VECTOR_BYTES) for row, panel in totals]
+    with b.if_else(b.icmp_signed("==", going_on, const(0))) as (anew, further):
+        with anew:
+            for total in range(len(totals)):
+                emit_zero(b, total)
+        with further:
+            for total, place in enumerate(places):
+                emit_load_tile(b, total, place, out_bytes)
 
     def turn(k: Value, carried: list[Value]) -> list[Value]:
         left_at, right_at = b.mul(k, const(TILE_ROW_BYTES)), b.mul(k, const(TILE_BYTES))
@@ -85,13 +92,14 @@ def _emit_totals(
         return carried
 
     loop(b, b.udiv(steps, const(TILE_ROW_BYTES // LANE_BYTES)), [], turn)
-    for total, (row, panel) in enumerate(totals):
-        emit_store_tile(b, total, offset(b, outs[row], panel * VECTOR_BYTES), out_bytes)
+    for total, place in enumerate(places):
+        emit_store_tile(b, total, place, out_bytes)
 
 
-@instruction(NOTHING, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, INT)
+@instruction(NOTHING, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, INT)
 def _few_rows(
     b: Builder,
+    going_on: Value,
     x: Value,
     x_bytes: Value,
     weights: Value,
@@ -106,12 +114,13 @@ def _few_rows(
         rights, later = (
             [b.add(first, b.mul(panel_bytes, const(panel))) for panel in range(_PANELS)] for first in (weights, ahead)
         )
-        _emit_totals(b, steps, [x], x_bytes, rights, later, _TILE_LINES, [out], out_bytes)
+        _emit_totals(b, going_on, steps, [x], x_bytes, rights, later, _TILE_LINES, [out], out_bytes)
 
 
-@instruction(NOTHING, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, INT, ADDRESS, INT)
+@instruction(NOTHING, INT, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, INT, ADDRESS, INT)
 def _pass(
     b: Builder,
+    going_on: Value,
     rows: Value,
     x: Value,
     x_bytes: Value,
@@ -131,13 +140,14 @@ def _pass(
         rights = [weights, b.add(weights, panel_bytes)]
 
         def emit(count: int) -> None:
-            _emit_totals(b, steps, lefts, x_bytes, rights, [ahead], count, outs, out_bytes)
+            _emit_totals(b, going_on, steps, lefts, x_bytes, rights, [ahead], count, outs, out_bytes)
 
         by_case(b, lines, _FETCHED_LINES, emit)
 
 
 @kernel
 def multiply_in_tiles(
+    going_on: bool,
     x: int,
     x_bytes: int,
     rows: int,
@@ -153,7 +163,7 @@ def multiply_in_tiles(
     `steps`: lanes along the sum, a multiple of 16. Tiles have their shapes: of `rows` rows, or of 16.
     """
     if rows <= TILE_ROWS:
-        _few_rows(x, x_bytes, weights, following, panel_bytes, steps, out, out_bytes)
+        _few_rows(going_on, x, x_bytes, weights, following, panel_bytes, steps, out, out_bytes)
         return
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     lines = 32 if passes == 1 else 16 if passes == 2 else 8 if passes <= 4 else 4
@@ -167,5 +177,5 @@ def multiply_in_tiles(
             # 16 or more are always left: tiles have so many rows.
             height = left if left <= PASS_ROWS else TILE_ROWS if left < PASS_ROWS + TILE_ROWS else PASS_ROWS
             to = out + row * out_bytes + pair * PASS_PANELS * VECTOR_BYTES
-            _pass(height, x + row * x_bytes, x_bytes, columns, ahead, lines, panel_bytes, steps, to, out_bytes)
+            _pass(going_on, height, x + row * x_bytes, x_bytes, columns, ahead, lines, panel_bytes, steps, to, out_bytes)
             row, ahead = row + height, ahead + fetched_bytes

@@ -2,10 +2,11 @@
 
     F32   [in] float32
     BF16  [in] bfloat16
-    Q8    [in] bfloat16, then float32 [in / 32]: the sum of each group; and nothing, up to a whole line of 64 bytes
+    Q8    [in] bfloat16; where there are no tiles (AMX), then float32 [in / 32]: the sum of each group; and nothing, up
+          to a whole line of 64 bytes
 
 `in` is filled up with zeros to whole groups. Weights of Q8 are code · scale + offset in a group: the sum is what the
-offset is multiplied with.
+offset is multiplied with. In tiles they are bfloat16 by then (`amx_q8`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from headrace.ops.simd.instructions import (
     offset,
     store_to,
 )
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.vector import F32_BYTES, VALUE_BYTES, VECTOR_BYTES, emit_load, emit_store, folded
 
 GROUP: Final = 32
@@ -37,7 +39,7 @@ Q8_VALUES_BYTES: Final = GROUP * VALUE_BYTES[types.uint16]
 
 def q8_row_bytes(width: int) -> int:
     """From a row of `width` values to the next."""
-    used = -(-width // GROUP) * (Q8_VALUES_BYTES + F32_BYTES)
+    used = -(-width // GROUP) * (Q8_VALUES_BYTES + (0 if AMX else F32_BYTES))
     return -(-used // VECTOR_BYTES) * VECTOR_BYTES
 
 
@@ -49,7 +51,7 @@ def store_group(b: Builder, element: Any, row: Value, group: Value, groups: Valu
     address = b.add(row, b.mul(group, const(GROUP * size)))
     emit_store(b, kept, address, low)
     emit_store(b, kept, offset(b, address, LANES * size), high)
-    if element == types.int8:
+    if element == types.int8 and not AMX:
         halves = [emit_load(b, kept, offset(b, address, at)) for at in (0, LANES * size)]
         sums = b.add(row, b.mul(groups, const(Q8_VALUES_BYTES)))
         store_to(b, b.add(sums, b.mul(group, const(F32_BYTES))), folded(b, b.fadd(*halves), b.fadd))

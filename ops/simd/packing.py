@@ -6,7 +6,7 @@
 
 A lane of Q8 has 8 codes of 4 bits: those of an even place along the sum in its low half, of an odd one in its high.
 Codes of 8 bits are two planes of a group, the high halves first. `q8` reads a code as 16 + code, so an offset is the
-group's minimum - 16 · scale. Both sides are filled up with zeros: `out` to a whole tile of 64, `in` to a whole group of
+group's minimum - 16 · scale. For AMX the codes lie as `amx_q8` has them. Both sides are filled up with zeros: `out` to a whole tile of 64, `in` to a whole group of
 32.
 """
 
@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.ops.simd.amx_q8 import EIGHT_BITS_BYTES, FOUR_BITS_BYTES
 from headrace.ops.simd.inputs import GROUP
 from headrace.ops.simd.instructions import LANES
 from headrace.ops.simd.q8 import Q8_WEIGHT_BYTES
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.simd.vector import LANE_BYTES
 from headrace.ops.weights.groups import Groups
@@ -40,15 +42,38 @@ def pack(weight: Tensor) -> Tensor:
     return weight.view(len(weight) // LANES, LANES, -1, lane).permute(0, 2, 1, 3).contiguous()
 
 
+def group_bytes(bits: int) -> int:
+    """Of 32 places of a panel, in codes of so many bits."""
+    if AMX:
+        return FOUR_BITS_BYTES if bits == 4 else EIGHT_BITS_BYTES
+    return bits // 4 * Q8_WEIGHT_BYTES
+
+
 def pack_groups(weight: Groups) -> Tensor:
-    """Groups `[out, in]` → Q8, uint8 `[out / 16, planes in all, bytes]`."""
+    """Groups `[out, in]` → Q8, uint8 `[out / 16, groups, bytes]`."""
     rows = torch.arange(round_up(len(weight.codes), TILE_COLUMNS))
     rows = torch.where(rows < len(weight.codes), rows, -1)
-    planes = weight.codes.shape[1] // GROUP * (weight.bits // 4)
-    packed = torch.empty((len(rows) // LANES, planes, Q8_WEIGHT_BYTES), dtype=torch.uint8)
+    groups, pack_rows = weight.codes.shape[1] // GROUP, _pack_for_tiles if AMX else _pack_planes
+    packed = torch.empty((len(rows) // LANES, groups, group_bytes(weight.bits)), dtype=torch.uint8)
     for start in range(0, len(rows), _Q8_PASS_ROWS):
-        _pack_planes(weight.rows(rows[start : start + _Q8_PASS_ROWS]), packed[start // LANES :])
+        pack_rows(weight.rows(rows[start : start + _Q8_PASS_ROWS]), packed[start // LANES :])
     return packed
+
+
+def _pack_for_tiles(weight: Groups, into: Tensor) -> None:
+    panels, groups = len(weight.codes) // LANES, weight.scales.shape[1]
+    here = into[:panels]
+    if weight.bits == 4:
+        # [panels, half of the columns, column, group, half of the rows, quarter, row, place]
+        parts = weight.codes.view(panels, 2, 8, groups, 2, 2, 4, 2)
+        pairs = parts[:, :, :, :, 0] | parts[:, :, :, :, 1] << 4
+        codes = pairs.permute(0, 3, 4, 1, 2, 6, 5)
+    else:
+        codes = weight.codes.view(panels, LANES, groups, GROUP // 2, 2).permute(0, 2, 3, 1, 4)
+    codes = codes.reshape(panels, groups, -1)
+    here[..., : codes.shape[-1]] = codes
+    numbers = torch.stack((weight.scales, weight.minimums)).view(2, panels, LANES, groups).permute(1, 3, 0, 2)
+    here[..., codes.shape[-1] :] = numbers.reshape(panels, groups, -1).contiguous().view(torch.uint8)
 
 
 def _pack_planes(weight: Groups, into: Tensor) -> None:
@@ -57,8 +82,9 @@ def _pack_planes(weight: Groups, into: Tensor) -> None:
     if weight.bits == 8:
         planes = [(codes >> 4, scales * 16, minimums), (codes & 15, scales, torch.zeros_like(minimums))]
     panels, groups = len(codes) // LANES, scales.shape[1]
+    of_planes = into[:panels].view(panels, groups * len(planes), Q8_WEIGHT_BYTES)
     for number, (plane, scale, minimum) in enumerate(planes):
-        here = into[:panels, number :: len(planes)]
+        here = of_planes[:, number :: len(planes)]
         # [panels, column, group, lane, byte of a half, half of a byte, half of the lane]: an even and an odd place lie
         # in the halves of a lane.
         parts = plane.view(panels, LANES, groups, 4, 2, 2, 2)

@@ -10,14 +10,15 @@ from numba.extending import overload
 
 from headrace.ops.simd.amx import TILE_ROWS, configure_rows, release_tiles
 from headrace.ops.simd.amx_products import PASS_ROWS, multiply_in_tiles
-from headrace.ops.simd.amx_q8 import BUFFER_BYTES, flush_subnormals
+from headrace.ops.simd.amx_q8 import PIECE_BYTES, multiply_codes
 from headrace.ops.simd.inputs import store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, kernel
+from headrace.ops.simd.q8 import PIECE_BYTES as PANEL_PIECE_BYTES
 from headrace.ops.simd.q8_products import multiply_groups
 from headrace.ops.simd.tables import GELU
 from headrace.ops.simd.target import AMX
 from headrace.ops.simd.team import claim
-from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_groups, in_tiles, product_rows, tile_height
+from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_tiles, product_rows, tile_height
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -40,8 +41,10 @@ BLOCK_ROWS: Final = 96
 """Rows that a tile of columns takes at a time: their inputs and the tile's weights fit the second cache together."""
 MOST_BLOCK_ROWS: Final = 256
 """The same in AMX tiles, which need so many to compute while the next columns come from memory."""
+BUFFER_BYTES: Final = PIECE_BYTES if AMX else PANELS * PANEL_PIECE_BYTES
+"""For what q8 unpacks or decodes of 64 columns."""
 PRODUCT_SCRATCH_BYTES: Final = BUFFER_BYTES + (MOST_BLOCK_ROWS + TILE_ROWS) * TILE_BYTES
-"""Of a thread: what q8 needs, and the sums of a block."""
+"""Of a thread: that, and the sums of a block."""
 
 
 @kernel
@@ -68,20 +71,16 @@ def begin_products(element: Any, rows: int) -> None:
     if in_tiles(element) != 0:
         # A step in which nobody wants an id has no rows behind its last attention, and a tile of none can't be shaped.
         configure_rows(max(1, min(rows, TILE_ROWS)))
-    if in_groups(element) != 0:
-        flush_subnormals(1)
 
 
 @kernel
 def end_products(element: Any) -> None:
     if in_tiles(element) != 0:
         release_tiles()
-    if in_groups(element) != 0:
-        flush_subnormals(0)
 
 
 def _multiply(*arguments: Any) -> None:
-    """`multiply_block`, of which numba compiles the one of three that the elements need: each takes it some seconds."""
+    """`multiply_block`, of which numba compiles the one of four that the elements need: each takes it some seconds."""
     raise AssertionError("only kernels call this")
 
 
@@ -102,8 +101,11 @@ def _multiply_of(
     def in_groups(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
         multiply_groups(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
 
+    def of_codes(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        multiply_codes(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
+
     def in_amx_tiles(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
-        multiply_in_tiles(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes)
+        multiply_in_tiles(False, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes)
 
     def in_registers(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
         row = 0
@@ -114,7 +116,7 @@ def _multiply_of(
             row += height
 
     if element == types.int8:
-        return in_groups
+        return of_codes if AMX else in_groups
     return in_amx_tiles if AMX and is_bf16(element) else in_registers
 
 
@@ -134,7 +136,7 @@ def multiply_block(
 ) -> None:
     """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next.
 
-    `steps`: lanes along the sum; groups in q8, whose planes `panel_bytes` counts. `buffer`: `q8.BUFFER_BYTES`.
+    `steps`: lanes along the sum; groups in q8, whose bits `panel_bytes` tells. `buffer`: `BUFFER_BYTES`.
     """
     _multiply(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
 

@@ -39,7 +39,6 @@ from headrace.ops.simd.instructions import (
     spread,
     store_to,
 )
-from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import HEIGHTS, PANELS, Sums, addresses, dot, keep, panels_at_once
 from headrace.ops.simd.vector import F32_BYTES, LANE_BYTES, VECTOR_BYTES, emit_prefetch
 
@@ -49,8 +48,6 @@ PAIRS: Final = 4
 """Pairs of codes in a lane."""
 Q8_WEIGHT_BYTES: Final = GROUP // 2 * LANES + 2 * VECTOR_BYTES
 """A plane of a panel: 4 lanes of 16 columns with 8 codes each, 16 float32 scales, and 16 offsets."""
-FETCHED_BY_UNPACKING: Final = Q8_WEIGHT_BYTES // 2 if AMX else Q8_WEIGHT_BYTES
-"""Of a plane that is fetched ahead. What multiplies in tiles fetches the rest, so that memory is busy all the time."""
 SCALES: Final = CODE_VECTORS * VECTOR_BYTES
 CODE_SHIFTS: Final = (3, -1, -5, -9)
 """To the left, for each of a lane's four pairs of codes: to where bfloat16 has the highest bits of its fraction."""
@@ -136,9 +133,6 @@ def groups_tile(
 
     `unpacked`: 0 if the panels are not; if they are, there are 3 rows or more.
     """
-    if AMX:
-        return
-
     def emit(height: int, ready: bool) -> None:
         inputs, outputs = addresses(b, x, x_bytes, height), addresses(b, out, out_bytes, height)
         # A sum is two: of the group, and of all groups before it.
@@ -146,7 +140,7 @@ def groups_tile(
         for first in range(0, PANELS, width):
             panels = [b.add(weights, b.mul(panel_bytes, const(first + at))) for at in range(width)]
             pieces = [offset(b, unpacked, (first + at) * PIECE_BYTES) for at in range(width)] if ready else []
-            start = [so_far(b, going_on, offset(b, row, first * VECTOR_BYTES), width) for row in outputs]
+            start = [_so_far(b, going_on, offset(b, row, first * VECTOR_BYTES), width) for row in outputs]
             keep(b, _accumulate(b, planes, in_two, inputs, sums_at, panels, pieces, start), outputs, first)
 
     with b.if_else(b.icmp_signed("==", unpacked, const(0))) as (packed, ready):
@@ -156,17 +150,11 @@ def groups_tile(
             by_case(b, rows, HEIGHTS[2:], lambda height: emit(height, True))
 
 
-def so_far(b: Builder, going_on: Value, address: Value, vectors: int) -> list[Value]:
+def _so_far(b: Builder, going_on: Value, address: Value, vectors: int) -> list[Value]:
     """What lies at the address, or zeros."""
     there = [load_from(b, offset(b, address, at * VECTOR_BYTES), f32x16) for at in range(vectors)]
     used = b.icmp_signed("!=", going_on, const(0))
     return [b.select(used, vector, every_lane(0.0)) for vector in there]
-
-
-def fetch_plane(b: Builder, plane: Value, first: int, end: int) -> None:
-    """Bring bytes of a plane to the cache."""
-    for line in range(first, end, VECTOR_BYTES):
-        emit_prefetch(b, offset(b, plane, line))
 
 
 @instruction(NOTHING, ADDRESS, ADDRESS, INT, ADDRESS)
@@ -176,7 +164,8 @@ def unpack(b: Builder, panel: Value, ahead: Value, planes: Value, to: Value) -> 
     def body(k: Value, carried: list[Value]) -> list[Value]:
         at, into = b.mul(k, const(Q8_WEIGHT_BYTES)), b.add(to, b.mul(k, const(UNPACKED_BYTES)))
         source = b.add(panel, at)
-        fetch_plane(b, b.add(ahead, at), 0, FETCHED_BY_UNPACKING)
+        for line in range(0, Q8_WEIGHT_BYTES, VECTOR_BYTES):
+            emit_prefetch(b, offset(b, b.add(ahead, at), line))
         for lane in range(CODE_VECTORS):
             codes = load_from(b, offset(b, source, lane * VECTOR_BYTES), i32x16)
             for pair in range(PAIRS):

@@ -1,13 +1,10 @@
-"""Products with weights of q8, by whatever this CPU has."""
+"""Products with weights of q8 on a CPU without tiles, for any number of rows."""
 
 from __future__ import annotations
 
-from headrace.ops.simd.amx import TILE_ROWS
-from headrace.ops.simd.amx_q8 import groups_as_tiles_do, multiply_few_groups, multiply_piece
 from headrace.ops.simd.inputs import Q8_VALUES_BYTES
 from headrace.ops.simd.instructions import kernel
 from headrace.ops.simd.q8 import PIECE_BYTES, PIECE_PLANES, Q8_WEIGHT_BYTES, groups_tile, unpack
-from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import MAX_ROWS, PANELS, tile_height
 from headrace.ops.simd.vector import F32_BYTES
 
@@ -27,23 +24,13 @@ def multiply_groups(
 ) -> None:
     """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next.
 
-    `panel_bytes`: of `groups` of one or two planes. `buffer`: `BUFFER_BYTES` of this thread. Tiles have their shapes.
+    `panel_bytes`: of `groups` of one or two planes. `buffer`: 64 columns' `PIECE_BYTES` of this thread.
     """
     all_planes = panel_bytes // Q8_WEIGHT_BYTES
     in_two = 1 if all_planes > groups else 0
     sums_at = groups * Q8_VALUES_BYTES
-    if not AMX and rows <= MAX_ROWS:
+    if rows <= MAX_ROWS:
         groups_tile(0, rows, x, x_bytes, sums_at, weights, 0, panel_bytes, all_planes, in_two, out, out_bytes)
-        return
-    if AMX and rows <= 2:
-        groups_as_tiles_do(
-            rows, x, x_bytes, sums_at, weights, following, panel_bytes, all_planes, in_two, out, out_bytes, buffer
-        )
-        return
-    if AMX and rows <= TILE_ROWS:
-        multiply_few_groups(
-            x, x_bytes, rows, sums_at, weights, following, panel_bytes, all_planes, in_two, out, out_bytes, buffer
-        )
         return
     for first in range(0, all_planes, PIECE_PLANES):
         planes, group, before = min(PIECE_PLANES, all_planes - first), first >> in_two, first * Q8_WEIGHT_BYTES
@@ -52,23 +39,6 @@ def multiply_groups(
         for panel in range(PANELS):
             at = panel * panel_bytes
             unpack(here + at, following + before + at, planes, buffer + panel * PIECE_BYTES)
-        if AMX:
-            multiply_piece(
-                first > 0,
-                inputs,
-                x_bytes,
-                rows,
-                further,
-                here,
-                following + before,
-                panel_bytes,
-                planes,
-                in_two,
-                out,
-                out_bytes,
-                buffer,
-            )
-            continue
         row = 0
         while row < rows:
             height, of, to = tile_height(rows - row), inputs + row * x_bytes, out + row * out_bytes

@@ -64,12 +64,6 @@ def in_tiles(b: Builder, element: Any) -> Value:
     return const(int(AMX and element != types.float32))
 
 
-@instruction(INT, ELEMENT)
-def in_groups(b: Builder, element: Any) -> Value:
-    """1 for weights of q8."""
-    return const(int(element == types.int8))
-
-
 def panels_at_once(height: int, registers: int = 1) -> int:
     """Panels of a tile whose sums fit the registers: 24 of 32, beside a vector of each panel and one of the rows.
 

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from headrace.ops.simd.amx import release_tiles
-from headrace.ops.simd.amx_q8 import BUFFER_BYTES
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes
 from headrace.ops.simd.instructions import LANES, kernel
-from headrace.ops.simd.products import begin_products, block_rows, blocks_of, end_products, multiply_block
-from headrace.ops.simd.q8 import Q8_WEIGHT_BYTES
+from headrace.ops.simd.packing import group_bytes
+from headrace.ops.simd.products import BUFFER_BYTES, begin_products, block_rows, blocks_of, end_products, multiply_block
 from headrace.ops.simd.rows import normalize_row
 from headrace.ops.simd.softmax import Sight
 from headrace.ops.simd.tiles import TILE_COLUMNS
@@ -53,7 +52,7 @@ class Element(NamedTuple):
 ELEMENTS: Final = (
     Element("float32", F32, IN * 4, IN * 4 * LANES, IN),
     Element("bfloat16", BF16, IN * 2, IN * 2 * LANES, IN // 2),
-    Element("q8", Q8, q8_row_bytes(IN), IN // GROUP * Q8_WEIGHT_BYTES, IN // GROUP),
+    Element("q8", Q8, q8_row_bytes(IN), IN // GROUP * group_bytes(4), IN // GROUP),
 )
 
 

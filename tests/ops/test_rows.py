@@ -14,6 +14,8 @@ from ops.slot_inits import SlotInit
 from ops.small_llama import VOCAB
 from torch import Tensor
 
+from headrace.ops.simd.target import AMX
+
 SLOTS = 34
 SHORT = 21
 LONG = 150
@@ -52,9 +54,13 @@ class Watched:
 
     def after(self, *feeds: Feed) -> Tensor:
         """Logits of the step's last sample."""
+        return self.all_after(*feeds)[-1]
+
+    def all_after(self, *feeds: Feed) -> Tensor:
+        """Of all its samples."""
         self.driver.launch(feeds)
         assert len(self._last), self.driver.replies[-1]
-        return self._last[-1]
+        return self._last
 
     def fresh(self, slot: int) -> None:
         self.driver.begin(SlotInit(slot))
@@ -131,3 +137,26 @@ def test_any_number_of_threads_gives_the_same_bits(small_model: Path, mode: Mode
         assert torch.equal(watched.after(Feed(0, SEQUENCE[100:])), alone)
     finally:
         watched.close()
+
+
+@pytest.fixture(scope="module")
+def plain_and_q8(model_file: Path) -> Iterator[list[Watched]]:
+    """The real model, whose projections are blocks of 4 bits and whose embeddings are of 8."""
+    both = [Watched(model_file, Mode("bfloat16", quantization)) for quantization in ("none", "q8")]
+    yield both
+    for watched in both:
+        watched.close()
+
+
+@pytest.mark.skipif(not AMX, reason="without tiles q8 scales the sums of groups")
+@pytest.mark.parametrize("rows", [1, 2, 5, 33])
+def test_blocks_of_a_file_in_q8_have_the_bits_of_bfloat16_in_tiles(plain_and_q8: list[Watched], rows: int) -> None:
+    found = []
+    for watched in plain_and_q8:
+        for slot in range(rows):
+            watched.fresh(slot)
+        prompts = watched.all_after(*(Feed(slot, SEQUENCE[slot : slot + 20]) for slot in range(rows)))
+        found.append(torch.cat((prompts, watched.all_after(*(Feed(slot, [7 + slot]) for slot in range(rows))))))
+    plain, q8 = found
+    assert plain.shape[0] == 2 * rows and bool(torch.isfinite(plain).all())
+    assert torch.equal(plain, q8)

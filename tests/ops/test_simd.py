@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.ops.simd import vector
-from headrace.ops.simd.amx_q8 import BUFFER_BYTES
 from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes, store_group
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.packing import pack, pack_groups, round_up
-from headrace.ops.simd.products import begin_products, end_products, multiply_block
-from headrace.ops.simd.q8 import Q8_WEIGHT_BYTES
+from headrace.ops.simd.products import BUFFER_BYTES, begin_products, end_products, multiply_block
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
 from headrace.ops.simd.softmax import Sight
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 from headrace.ops.weights.groups import Groups
@@ -132,6 +131,7 @@ def test_bfloat16_is_rounded_to_nearest_even_as_torch_does() -> None:
     assert torch.equal(out[:whole], x[:whole].bfloat16())
 
 
+@pytest.mark.skipif(AMX, reason="in tiles a row of q8 is one of bfloat16")
 def test_a_row_of_q8_is_bfloat16_and_then_the_sums_of_what_was_rounded() -> None:
     x = torch.randn(2 * GROUP, generator=torch.Generator().manual_seed(5))
     out = torch.empty(q8_row_bytes(2 * GROUP), dtype=torch.uint8)
@@ -152,7 +152,7 @@ def product(x: Tensor, weight: Tensor | Groups, element: Any) -> Tensor:
     inputs = filled(x, columns)
     if isinstance(weight, Groups):
         width, steps = len(weight.codes), columns // GROUP
-        row_bytes, panel_bytes = q8_row_bytes(columns), steps * Q8_WEIGHT_BYTES * weight.bits // 4
+        row_bytes, panel_bytes = q8_row_bytes(columns), packed.nbytes // len(packed)
         given_rows = torch.empty((rows, row_bytes), dtype=torch.uint8)
         for row, into in zip(inputs, given_rows):
             as_inputs(Q8, row.data_ptr(), into.data_ptr(), columns)
@@ -219,6 +219,10 @@ def values(groups: Groups) -> Tensor:
 def test_a_product_of_q8_is_that_of_bfloat16_rows_and_exact_weights(rows: int, out: int, width: int, bits: int) -> None:
     random = torch.Generator().manual_seed(rows * out)
     x, weight = torch.randn((rows, width), generator=random), random_groups(out, width, bits, random)
+    if AMX:
+        plain = values(weight)[:, :width].float().bfloat16()
+        assert torch.equal(product(x, weight, Q8), product(x.bfloat16().float(), plain, BF16))
+        return
     expected = x.bfloat16().double() @ values(weight)[:, :width].T
     torch.testing.assert_close(product(x, weight, Q8).double(), expected, rtol=0, atol=1e-6 * width * (1 << bits))
 
