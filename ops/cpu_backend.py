@@ -114,7 +114,7 @@ class CpuBackend:
         )
 
     def _tell_compiling(self, done: int, total: int) -> None:
-        """A line for each tenth. Of the 10 to 40 s, once, a third comes after the last: the program that calls them."""
+        """A line for each tenth. Of the 10 to 20 s, once, some come after the last: the program that calls them."""
         if done == total:
             self._reply(Progress(f"compiling kernels for this CPU, once: all {total}, now the whole of them", 0, 0))
         elif done * 10 // total > (done - 1) * 10 // total:

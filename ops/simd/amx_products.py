@@ -158,7 +158,8 @@ def multiply_in_tiles(
     out: int,
     out_bytes: int,
 ) -> None:
-    """`rows` rows times a tile of 64 columns → float32; `following`: the columns that this thread takes next.
+    """`rows` rows times a tile of 64 columns → float32, added to what is there if `going_on`; `following`: what this
+    thread reads next.
 
     `steps`: lanes along the sum, a multiple of 16. Tiles have their shapes: of `rows` rows, or of 16.
     """
@@ -177,5 +178,7 @@ def multiply_in_tiles(
             # 16 or more are always left: tiles have so many rows.
             height = left if left <= PASS_ROWS else TILE_ROWS if left < PASS_ROWS + TILE_ROWS else PASS_ROWS
             to = out + row * out_bytes + pair * PASS_PANELS * VECTOR_BYTES
-            _pass(going_on, height, x + row * x_bytes, x_bytes, columns, ahead, lines, panel_bytes, steps, to, out_bytes)
+            _pass(
+                going_on, height, x + row * x_bytes, x_bytes, columns, ahead, lines, panel_bytes, steps, to, out_bytes
+            )
             row, ahead = row + height, ahead + fetched_bytes

@@ -54,6 +54,7 @@ from headrace.ops.simd.instructions import (
     kernel,
     load_from,
     offset,
+    part,
     shuffled,
     store_to,
 )
@@ -70,8 +71,8 @@ PIECE_GROUPS: Final = 64
 """Of 32 places: the weights of 64 columns take 256 kB, an eighth of the second cache."""
 PIECE_BYTES: Final = PANELS * PIECE_GROUPS * TILE_BYTES
 DISTANCE: Final = 2
-"""Groups from the one that is decoded to the one that is multiplied: a tile can't be loaded before what was stored is in
-the cache."""
+"""Groups from the one that is decoded to the one that is multiplied: a tile can't be loaded before what was stored for
+it has reached the cache."""
 _RING: Final = 4
 """Groups in the buffer: a power of two."""
 _LEFT: Final = (4, 5)
@@ -88,10 +89,10 @@ def _decode_four_bits(b: Builder, group: Value, ahead: Value, to: Value) -> None
     for quarter in range(2):
         at = [offset(b, group, (2 * quarter + half) * VECTOR_BYTES) for half in range(2)]
         codes = [load_from(b, address, i32x16) for address in at]
-        for part in range(8):
-            _fetch(b, ahead, 8 * quarter + part, FOUR_BITS_BYTES)
-            row = 4 * quarter + part // 2 + 8 * (part % 2)
-            indices = [b.lshr(lanes, every_int(4 * part)) if part else lanes for lanes in codes]
+        for digit in range(8):
+            _fetch(b, ahead, 8 * quarter + digit, FOUR_BITS_BYTES)
+            row = 4 * quarter + digit // 2 + 8 * (digit % 2)
+            indices = [b.lshr(lanes, every_int(4 * digit)) if digit else lanes for lanes in codes]
             found = [call(b, "llvm.x86.avx512.permvar.sf.512", f32x16, [table, index]) for index in indices]
             _store_row(b, found, scales, minimums, offset(b, to, row * TILE_ROW_BYTES))
 
@@ -199,7 +200,7 @@ def _multiply_once(
             group, panel = 0, panel + 1
 
 
-@kernel
+@part
 def multiply_codes(
     x: int,
     x_bytes: int,

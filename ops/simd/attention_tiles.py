@@ -33,6 +33,7 @@ from headrace.ops.simd.instructions import (
     kernel,
     load_from,
     offset,
+    part,
 )
 from headrace.ops.simd.softmax import KEYS, SCORE_BYTES, weigh_rows
 from headrace.ops.simd.target import AMX
@@ -178,7 +179,7 @@ def mix_tile(head_dim: int, tokens: int, weights: int, values: int, mixed: int) 
         _keep_totals(panels, to, mixed_bytes)
 
 
-@kernel
+@part
 def attend_in_tiles(
     kv: Any,
     sight: Any,

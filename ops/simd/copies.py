@@ -24,6 +24,7 @@ from headrace.ops.simd.instructions import (
     instruction,
     kernel,
     load_from,
+    part,
 )
 from headrace.ops.simd.team import claim
 from headrace.ops.simd.vector import emit_prefetch, get_i32
@@ -86,7 +87,7 @@ def copy_block(to: int, source: int, size_bytes: int) -> None:
         copy_bytes(to + streamed, source + streamed, size_bytes - streamed)
 
 
-@kernel
+@part
 def copy_phase(cells: int, phase: int, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages) -> None:
     """Of so many pages, every layer's `size_bytes`."""
     piece = claim(cells, phase)

@@ -24,7 +24,7 @@ from headrace.ops.simd.amx import release_tiles
 from headrace.ops.simd.attention import HeadPages, attend_block
 from headrace.ops.simd.copies import Pages, copy_phase
 from headrace.ops.simd.inputs import GROUP, store_group
-from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel
+from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel, part
 from headrace.ops.simd.products import TILE_BYTES, adding_phase, gated_phase, product_phase
 from headrace.ops.simd.rows import (
     add_normalized,
@@ -118,7 +118,7 @@ def table_of(step: Any, row: int) -> int:
     return address
 
 
-@kernel
+@part
 def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, constants: Any, scratch: int) -> None:
     """Every block of tokens, with each KV head."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
@@ -160,7 +160,7 @@ def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, con
         release_tiles()
 
 
-@kernel
+@part
 def attend_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scratch: int) -> None:
     cells, threads, layer = step[_S.CELLS], step[_S.THREADS], layers[step[_S.LAYER]]
     norm_phase(element, cells, 0, step, layer[_L.ATTENTION_NORM], constants[Constant.NORM_EPSILON])
@@ -251,7 +251,7 @@ def residual_phases(
     barrier(cells, threads)
 
 
-@kernel
+@part
 def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scratch: int) -> None:
     cells, threads, layer = step[_S.CELLS], step[_S.THREADS], layers[step[_S.LAYER]]
     tokens, epsilon = step[_S.TOKENS], constants[Constant.NORM_EPSILON]
@@ -322,7 +322,7 @@ def cap_phase(cells: int, phase: int, step: Any, cap: float) -> None:
         row = claim(cells, phase)
 
 
-@kernel
+@part
 def output_job(element: Any, step: Any, constants: Any, scratch: int) -> None:
     cells, threads = step[_S.CELLS], step[_S.THREADS]
     norm_phase(element, cells, 11, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
@@ -349,7 +349,7 @@ def output_job(element: Any, step: Any, constants: Any, scratch: int) -> None:
         barrier(cells, threads)
 
 
-@kernel
+@part
 def copy_job(step: Any) -> None:
     cells, threads = step[_S.CELLS], step[_S.THREADS]
     to = Pages(step[_S.TO_POOL], step[_S.TO_NUMBERS], step[_S.TO_PAGE_BYTES], step[_S.TO_LAYER_BYTES])
@@ -358,7 +358,7 @@ def copy_job(step: Any) -> None:
     barrier(cells, threads)
 
 
-@kernel
+@part
 def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread: int) -> None:
     scratch = step[_S.SCRATCH] + thread * step[_S.SCRATCH_BYTES]
     job = step[_S.JOB]
@@ -375,13 +375,15 @@ def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread
 @numba.njit(**KERNEL_OPTIONS)  # type: ignore[untyped-decorator]
 def run(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread: int) -> None:
     """In the main thread (0): run the job of the step's table. In a helper: all jobs, until one that says stop."""
-    if thread == 0:
-        begin_job(step[_S.CELLS], step[_S.THREADS])
+    number = 0
+    while True:
+        if thread == 0:
+            begin_job(step[_S.CELLS], step[_S.THREADS])
+        else:
+            number += 1
+            await_job(step[_S.CELLS], number)
+            if step[_S.JOB] == STOP:
+                return
         do_job(element, kv, step, layers, constants, thread)
-        return
-    number = 1
-    await_job(step[_S.CELLS], number)
-    while step[_S.JOB] != STOP:
-        do_job(element, kv, step, layers, constants, thread)
-        number += 1
-        await_job(step[_S.CELLS], number)
+        if thread == 0:
+            return

@@ -197,7 +197,6 @@ def value_reaching(values: int, weights: int, width: int, counted: bool, wanted:
 def floor_of(values: int, weights: int, vocab: int, width: int, row: int, parameters: Any, sums: Any) -> float:
     """The smallest scaled value that may be drawn."""
     floor = LEAST
-    # In a loop, because numba compiles a function for True and for False where it is called with them.
     for counted in (True, False):
         wanted = parameters[row, TOP_K] if counted else parameters[row, TOP_P]
         if not (0 < wanted < vocab if counted else wanted < 1):

@@ -6,8 +6,8 @@
 
 A lane of Q8 has 8 codes of 4 bits: those of an even place along the sum in its low half, of an odd one in its high.
 Codes of 8 bits are two planes of a group, the high halves first. `q8` reads a code as 16 + code, so an offset is the
-group's minimum - 16 · scale. For AMX the codes lie as `amx_q8` has them. Both sides are filled up with zeros: `out` to a whole tile of 64, `in` to a whole group of
-32.
+group's minimum - 16 · scale. For AMX codes lie as `amx_q8` has them. Both sides are filled up with zeros: `out` to a
+whole tile of 64, `in` to a whole group of 32.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def pack_groups(weight: Groups) -> Tensor:
     groups, pack_rows = weight.codes.shape[1] // GROUP, _pack_for_tiles if AMX else _pack_planes
     packed = torch.empty((len(rows) // LANES, groups, group_bytes(weight.bits)), dtype=torch.uint8)
     for start in range(0, len(rows), _Q8_PASS_ROWS):
-        pack_rows(weight.rows(rows[start : start + _Q8_PASS_ROWS]), packed[start // LANES :])
+        end = start + _Q8_PASS_ROWS
+        whole = end <= len(weight.codes)
+        part = Groups(weight.bits, *(of[start:end] for of in weight[1:])) if whole else weight.rows(rows[start:end])
+        pack_rows(part, packed[start // LANES :])
     return packed
 
 

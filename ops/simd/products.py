@@ -12,7 +12,7 @@ from headrace.ops.simd.amx import TILE_ROWS, configure_rows, release_tiles
 from headrace.ops.simd.amx_products import PASS_ROWS, multiply_in_tiles
 from headrace.ops.simd.amx_q8 import PIECE_BYTES, multiply_codes
 from headrace.ops.simd.inputs import store_group
-from headrace.ops.simd.instructions import KERNEL_OPTIONS, kernel
+from headrace.ops.simd.instructions import KERNEL_OPTIONS, kernel, part
 from headrace.ops.simd.q8 import PIECE_BYTES as PANEL_PIECE_BYTES
 from headrace.ops.simd.q8_products import multiply_groups
 from headrace.ops.simd.tables import GELU
@@ -65,7 +65,7 @@ def blocks_of(rows: int, block: int) -> int:
     return max(rows - TILE_ROWS, 0) // block + 1
 
 
-@kernel
+@part
 def begin_products(element: Any, rows: int) -> None:
     """In every thread, before products of so many rows in all: shape the tiles, where products are made in them."""
     if in_tiles(element) != 0:
@@ -73,7 +73,7 @@ def begin_products(element: Any, rows: int) -> None:
         configure_rows(max(1, min(rows, TILE_ROWS)))
 
 
-@kernel
+@part
 def end_products(element: Any) -> None:
     if in_tiles(element) != 0:
         release_tiles()
@@ -120,7 +120,7 @@ def _multiply_of(
     return in_amx_tiles if AMX and is_bf16(element) else in_registers
 
 
-@kernel
+@part
 def multiply_block(
     element: Any,
     x: int,
@@ -183,7 +183,7 @@ def product_phase(
     end_products(element)
 
 
-@kernel
+@part
 def adding_phase(
     element: Any,
     cells: int,
@@ -234,7 +234,7 @@ def activated(activation: int, x: Any) -> Any:
     return divide(x, add(splat(np.float32(1)), exp(subtract(zeros(), y))))
 
 
-@kernel
+@part
 def gated_phase(
     element: Any,
     activation: int,

@@ -133,6 +133,7 @@ def groups_tile(
 
     `unpacked`: 0 if the panels are not; if they are, there are 3 rows or more.
     """
+
     def emit(height: int, ready: bool) -> None:
         inputs, outputs = addresses(b, x, x_bytes, height), addresses(b, out, out_bytes, height)
         # A sum is two: of the group, and of all groups before it.

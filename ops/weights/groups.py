@@ -39,8 +39,11 @@ class Groups(NamedTuple):
 
     def rows(self, at: Tensor) -> Groups:
         """The rows at int64 `at`, in this order; -1 is a row of zeros."""
-        codes, scales, minimums = (part[at] * (at >= 0).unsqueeze(1).to(part.dtype) for part in self[1:])
-        return Groups(self.bits, codes, scales, minimums)
+        chosen = [part[at] for part in self[1:]]
+        if bool((at < 0).any()):
+            for part in chosen:
+                part[at < 0] = 0
+        return Groups(self.bits, *chosen)
 
 
 def stacked(parts: Sequence[Groups]) -> Groups:

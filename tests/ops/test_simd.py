@@ -63,6 +63,21 @@ def as_inputs(element: Any, source: int, to: int, width: int) -> None:
         store_group(element, to, group, width // GROUP, low, high)
 
 
+@kernel
+def one_more(count: int) -> int:
+    return count + 1
+
+
+@kernel
+def three_more() -> int:
+    return one_more(1) + one_more(2) + one_more(3)
+
+
+def test_a_kernel_is_compiled_once_whatever_constants_it_is_called_with() -> None:
+    assert three_more() == 9
+    assert len(one_more.signatures) == 1  # type: ignore[attr-defined]
+
+
 def filled(x: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1])).contiguous()
 
