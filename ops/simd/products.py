@@ -33,6 +33,7 @@ from headrace.ops.simd.vector import (
     splat,
     store,
     subtract,
+    value_bytes,
     zeros,
 )
 
@@ -41,9 +42,11 @@ BLOCK_ROWS: Final = 96
 """Rows that a tile of columns takes at a time: their inputs and the tile's weights fit the second cache together."""
 MOST_BLOCK_ROWS: Final = 256
 """The same in AMX tiles, which need so many to compute while the next columns come from memory."""
+MOST_BLOCK_ROWS_OF_Q8: Final = 512
+"""There codes are decoded once for each block."""
 BUFFER_BYTES: Final = PIECE_BYTES if AMX else PANELS * PANEL_PIECE_BYTES
 """For what q8 unpacks or decodes of 64 columns."""
-PRODUCT_SCRATCH_BYTES: Final = BUFFER_BYTES + (MOST_BLOCK_ROWS + TILE_ROWS) * TILE_BYTES
+PRODUCT_SCRATCH_BYTES: Final = BUFFER_BYTES + (MOST_BLOCK_ROWS_OF_Q8 + TILE_ROWS) * TILE_BYTES
 """Of a thread: that, and the sums of a block."""
 
 
@@ -53,7 +56,7 @@ def block_rows(element: Any, rows: int, tiles: int, threads: int) -> int:
     phase has."""
     if in_tiles(element) == 0:
         return BLOCK_ROWS
-    block = MOST_BLOCK_ROWS
+    block = MOST_BLOCK_ROWS_OF_Q8 if value_bytes(element) == 1 else MOST_BLOCK_ROWS
     # Enough pieces that threads end together.
     while block > 2 * PASS_ROWS and blocks_of(rows, block) * tiles < 4 * threads:
         block //= 2
