@@ -1,9 +1,10 @@
 """Products with weights of q8 in AMX tiles: codes become bfloat16 on their way there, and are then like any weights.
 
 A weight is bfloat16(scale · code + minimum), rounded once and to nearest even from the float32 that a fused
-multiplication and addition gives: of blocks of 4 bits and of Q8_0 the very number that the bfloat16 mode holds, so that
-products have its bits. Two vectors of weights become one of a tile's right side, which holds places 2k and 2k + 1 of 16
-columns side by side. So codes lie as the weights will, a group of 32 places of a panel after the other:
+multiplication and addition gives: of blocks that are kept as they are the very number that the bfloat16 mode holds, as
+scale · code is exact in float32, so that products have its bits. Two vectors of weights become one of a tile's right
+side, which holds places 2k and 2k + 1 of 16 columns side by side. So codes lie as the weights will, a group of 32
+places of a panel after the other:
 
     4 bits  bytes [2, 2, 8, 2, 4]   rows 0..3 or 4..7, half of the columns, column, place, row: the code of this row of
                                     the tile in a byte's low half, that of the row 8 further in its high half
