@@ -91,7 +91,8 @@ async def test_metrics_and_probes_answer_to_head() -> None:
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 async def test_server_info_has_settings_and_state(path: str) -> None:
-    async with serving(ScriptedEngine(worker_pid=4321), public={"page_size": 16, "api_key": "(set)"}) as served:
+    engine = ScriptedEngine(worker_pid=4321, pages=64)
+    async with serving(engine, public={"page_size": 16, "api_key": "(set)"}) as served:
         _, _, info = await served.ask("GET", path)
     assert info["worker_pid"] == 4321
     assert info["page_size"] == 16 and info["served_model_name"] == MODEL and info["version"]

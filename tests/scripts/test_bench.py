@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from bench import index, scheduler
 
+from headrace.kvcache.pool import EVICTED_SHARE
+
 SMALL = ["--pages", "500", "--path-nodes", "4", "--node-pages", "2", "--siblings", "1", "--repeats", "2"]
 
 
@@ -18,7 +20,7 @@ def test_the_index_bench_measures_every_operation_of_every_turn(
     report = tmp_path / "report.json"
     assert index.main([*SMALL, "--per-turn", "3", "--json", str(report)]) == 0
     side = json.loads(report.read_text())["sides"]["headrace"]
-    assert side["facts"]["pages"] == 500, "the index is full"
+    assert 500 * (1 - EVICTED_SHARE) <= side["facts"]["pages"] <= 500, "the index is full"
     assert [len(turn) for turn in side["turns"]] == [3, 3]
     assert all(sorted(sample) == sorted(index.OPERATIONS) for turn in side["turns"] for sample in turn)
     assert "a prompt of 128 tokens over 4 nodes" in " ".join(capsys.readouterr().out.split())
