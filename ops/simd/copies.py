@@ -26,7 +26,7 @@ from headrace.ops.simd.instructions import (
     load_from,
     part,
 )
-from headrace.ops.simd.team import claim
+from headrace.ops.simd.team import Member, claim
 from headrace.ops.simd.vector import emit_prefetch, get_i32
 
 LINE_BYTES: Final = 64
@@ -88,11 +88,11 @@ def copy_block(to: int, source: int, size_bytes: int) -> None:
 
 
 @part
-def copy_phase(cells: int, phase: int, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages) -> None:
+def copy_phase(member: Member, phase: int, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages) -> None:
     """Of so many pages, every layer's `size_bytes`."""
-    piece = claim(cells, phase)
+    piece = claim(member, phase, pages * layers)
     while piece < pages * layers:
         page, layer = piece // layers, piece % layers
         copy_block(part_of(to, page, layer), part_of(source, page, layer), size_bytes)
-        piece = claim(cells, phase)
+        piece = claim(member, phase, pages * layers)
     settle()

@@ -37,7 +37,7 @@ from headrace.ops.simd.rows import (
 )
 from headrace.ops.simd.softmax import Sight, capped
 from headrace.ops.simd.tables import ATTEND, COPY, MLP, OUTPUT, STOP, Constant, LayerField, StepField
-from headrace.ops.simd.team import await_job, barrier, begin_job, claim
+from headrace.ops.simd.team import Member, await_job, barrier, begin_job, claim
 from headrace.ops.simd.vector import F32, F32_BYTES, VECTOR_BYTES, get_address, get_i32, load, store, value_bytes
 
 NORM_ROWS: Final = 4
@@ -48,25 +48,27 @@ _L: Final = LayerField
 
 
 @kernel
-def norm_phase(element: Any, cells: int, phase: int, step: Any, weight: int, epsilon: float) -> None:
+def norm_phase(element: Any, member: Member, phase: int, step: Any, weight: int, epsilon: float) -> None:
     """rows = normalized x."""
-    piece = claim(cells, phase)
-    while piece * NORM_ROWS < step[_S.TOKENS]:
+    pieces = (step[_S.TOKENS] + NORM_ROWS - 1) // NORM_ROWS
+    piece = claim(member, phase, pieces)
+    while piece < pieces:
         for row in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, step[_S.TOKENS])):
             x, out = step[_S.X] + row * step[_S.X_BYTES], step[_S.ROWS] + row * step[_S.ROWS_BYTES]
             normalize_row(element, x, weight, step[_S.WIDTH], epsilon, out)
-        piece = claim(cells, phase)
+        piece = claim(member, phase, pieces)
 
 
 @kernel
-def rotary_phase(kv: Any, cells: int, phase: int, step: Any, layer: Any, epsilon: float, scratch: int) -> None:
+def rotary_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, epsilon: float, scratch: int) -> None:
     """Biases added and heads normalized where the layer has that; queries turned; keys turned, and with the values in
     their pages."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     rotary_dim, page_tokens = step[_S.ROTARY_DIM], step[_S.PAGE_TOKENS]
     packed = page_tokens % LANES == 0
-    piece = claim(cells, phase)
-    while piece * NORM_ROWS < step[_S.TOKENS]:
+    pieces = (step[_S.TOKENS] + NORM_ROWS - 1) // NORM_ROWS
+    piece = claim(member, phase, pieces)
+    while piece < pieces:
         for token in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, step[_S.TOKENS])):
             position = get_i32(step[_S.POSITIONS] + token * 4)
             turns = layer[_L.TURNS] + position * rotary_dim * F32_BYTES
@@ -92,15 +94,16 @@ def rotary_phase(kv: Any, cells: int, phase: int, step: Any, layer: Any, epsilon
                 plane += kv_heads * step[_S.HEAD_PLANE_BYTES]
                 rotate_head(kv, key + kv_heads * dim * F32_BYTES, turns, 0, dim, scratch)
                 write_value(kv, scratch, dim, packed, plane, position % page_tokens)
-        piece = claim(cells, phase)
+        piece = claim(member, phase, pieces)
 
 
 @kernel
-def input_phase(element: Any, kv: Any, cells: int, phase: int, step: Any, width: int) -> None:
+def input_phase(element: Any, kv: Any, member: Member, phase: int, step: Any, width: int) -> None:
     """Attended heads, of KV's elements, as inputs of a product with weights of others."""
     group = GROUP * value_bytes(kv)
-    piece = claim(cells, phase)
-    while piece * NORM_ROWS < step[_S.TOKENS]:
+    pieces = (step[_S.TOKENS] + NORM_ROWS - 1) // NORM_ROWS
+    piece = claim(member, phase, pieces)
+    while piece < pieces:
         for row in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, step[_S.TOKENS])):
             source = step[_S.ATTENDED] + row * step[_S.ATTENDED_BYTES]
             out = step[_S.ATTENDED_INPUT] + row * step[_S.ATTENDED_INPUT_BYTES]
@@ -108,7 +111,7 @@ def input_phase(element: Any, kv: Any, cells: int, phase: int, step: Any, width:
                 here = source + at * group
                 low, high = load(kv, here), load(kv, here + group // 2)
                 store_group(element, out, at, width // GROUP, low, high)
-        piece = claim(cells, phase)
+        piece = claim(member, phase, pieces)
 
 
 @kernel
@@ -119,14 +122,16 @@ def table_of(step: Any, row: int) -> int:
 
 
 @part
-def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, constants: Any, scratch: int) -> None:
+def attention_phase(kv: Any, member: Member, phase: int, step: Any, window: int, constants: Any, scratch: int) -> None:
     """Every block of tokens, with each KV head."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     sharing, size, shaped = heads // kv_heads, value_bytes(kv), 0
     sight = Sight(sharing, window, constants[Constant.SCORE_SCALE], constants[Constant.SCORE_CAP])
-    piece = claim(cells, phase)
-    while piece < step[_S.ITEMS] * kv_heads:
-        # The last blocks of a chunk see the most: they come first.
+    pieces = step[_S.ITEMS] * kv_heads
+    # The last blocks of a chunk see the most: they come first, and are the last thread's, as their rows are.
+    backwards = Member(member.cells, member.threads, member.threads - 1 - member.thread)
+    piece = claim(backwards, phase, pieces)
+    while piece < pieces:
         item, head = step[_S.ITEMS] - 1 - piece // kv_heads, piece % kv_heads
         row = get_i32(step[_S.ITEM_ROW] + item * 4)
         token = get_i32(step[_S.ITEM_TOKEN] + item * 4)
@@ -155,20 +160,19 @@ def attention_phase(kv: Any, cells: int, phase: int, step: Any, window: int, con
             step[_S.ATTENDED_BYTES],
             shaped,
         )
-        piece = claim(cells, phase)
+        piece = claim(backwards, phase, pieces)
     if shaped > 0:
         release_tiles()
 
 
 @part
-def attend_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scratch: int) -> None:
-    cells, threads, layer = step[_S.CELLS], step[_S.THREADS], layers[step[_S.LAYER]]
-    norm_phase(element, cells, 0, step, layer[_L.ATTENTION_NORM], constants[Constant.NORM_EPSILON])
-    barrier(cells, threads)
+def attend_job(element: Any, kv: Any, member: Member, step: Any, layers: Any, constants: Any, scratch: int) -> None:
+    layer = layers[step[_S.LAYER]]
+    norm_phase(element, member, 0, step, layer[_L.ATTENTION_NORM], constants[Constant.NORM_EPSILON])
+    barrier(member)
     product_phase(
         element,
-        cells,
-        threads,
+        member,
         1,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
@@ -181,18 +185,17 @@ def attend_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, sc
         step[_S.QKV],
         step[_S.QKV_BYTES],
     )
-    barrier(cells, threads)
-    rotary_phase(kv, cells, 2, step, layer, constants[Constant.NORM_EPSILON], scratch)
-    barrier(cells, threads)
-    attention_phase(kv, cells, 3, step, layer[_L.WINDOW], constants, scratch)
-    barrier(cells, threads)
+    barrier(member)
+    rotary_phase(kv, member, 2, step, layer, constants[Constant.NORM_EPSILON], scratch)
+    barrier(member)
+    attention_phase(kv, member, 3, step, layer[_L.WINDOW], constants, scratch)
+    barrier(member)
 
 
 @kernel
 def residual_phases(
     element: Any,
-    cells: int,
-    threads: int,
+    member: Member,
     phase: int,
     step: Any,
     rows: int,
@@ -209,8 +212,7 @@ def residual_phases(
     if norm == 0:
         adding_phase(
             element,
-            cells,
-            threads,
+            member,
             phase,
             rows,
             row_bytes,
@@ -223,13 +225,12 @@ def residual_phases(
             step[_S.X],
             x_bytes,
         )
-        barrier(cells, threads)
+        barrier(member)
         return
     added = step[_S.ADDED]
     product_phase(
         element,
-        cells,
-        threads,
+        member,
         phase,
         rows,
         row_bytes,
@@ -242,27 +243,27 @@ def residual_phases(
         added,
         x_bytes,
     )
-    barrier(cells, threads)
-    piece = claim(cells, phase + 1)
-    while piece * NORM_ROWS < tokens:
+    barrier(member)
+    pieces = (tokens + NORM_ROWS - 1) // NORM_ROWS
+    piece = claim(member, phase + 1, pieces)
+    while piece < pieces:
         for row in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, tokens)):
             add_normalized(added + row * x_bytes, norm, step[_S.WIDTH], epsilon, step[_S.X] + row * x_bytes)
-        piece = claim(cells, phase + 1)
-    barrier(cells, threads)
+        piece = claim(member, phase + 1, pieces)
+    barrier(member)
 
 
 @part
-def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scratch: int) -> None:
-    cells, threads, layer = step[_S.CELLS], step[_S.THREADS], layers[step[_S.LAYER]]
+def mlp_job(element: Any, kv: Any, member: Member, step: Any, layers: Any, constants: Any, scratch: int) -> None:
+    layer = layers[step[_S.LAYER]]
     tokens, epsilon = step[_S.TOKENS], constants[Constant.NORM_EPSILON]
     if step[_S.ATTENDED_INPUT] != step[_S.ATTENDED]:
         width = (step[_S.HEADS] * step[_S.HEAD_DIM] + GROUP - 1) // GROUP * GROUP
-        input_phase(element, kv, cells, 4, step, width)
-        barrier(cells, threads)
+        input_phase(element, kv, member, 4, step, width)
+        barrier(member)
     residual_phases(
         element,
-        cells,
-        threads,
+        member,
         5,
         step,
         step[_S.ATTENDED_INPUT],
@@ -274,13 +275,12 @@ def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scrat
         epsilon,
         scratch,
     )
-    norm_phase(element, cells, 7, step, layer[_L.MLP_NORM], epsilon)
-    barrier(cells, threads)
+    norm_phase(element, member, 7, step, layer[_L.MLP_NORM], epsilon)
+    barrier(member)
     gated_phase(
         element,
         step[_S.ACTIVATION],
-        cells,
-        threads,
+        member,
         8,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
@@ -293,11 +293,10 @@ def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scrat
         step[_S.ACT],
         step[_S.ACT_BYTES],
     )
-    barrier(cells, threads)
+    barrier(member)
     residual_phases(
         element,
-        cells,
-        threads,
+        member,
         9,
         step,
         step[_S.ACT],
@@ -312,25 +311,23 @@ def mlp_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, scrat
 
 
 @kernel
-def cap_phase(cells: int, phase: int, step: Any, cap: float) -> None:
+def cap_phase(member: Member, phase: int, step: Any, cap: float) -> None:
     """logits = cap · tanh(logits / cap)."""
-    row = claim(cells, phase)
+    row = claim(member, phase, step[_S.TOKENS])
     while row < step[_S.TOKENS]:
         logits = step[_S.LOGITS] + row * step[_S.LOGITS_BYTES]
         for at in range(0, step[_S.LOGITS_TILES] * TILE_BYTES, VECTOR_BYTES):
             store(F32, logits + at, capped(load(F32, logits + at), cap))
-        row = claim(cells, phase)
+        row = claim(member, phase, step[_S.TOKENS])
 
 
 @part
-def output_job(element: Any, step: Any, constants: Any, scratch: int) -> None:
-    cells, threads = step[_S.CELLS], step[_S.THREADS]
-    norm_phase(element, cells, 11, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
-    barrier(cells, threads)
+def output_job(element: Any, member: Member, step: Any, constants: Any, scratch: int) -> None:
+    norm_phase(element, member, 11, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
+    barrier(member)
     product_phase(
         element,
-        cells,
-        threads,
+        member,
         12,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
@@ -343,33 +340,33 @@ def output_job(element: Any, step: Any, constants: Any, scratch: int) -> None:
         step[_S.LOGITS],
         step[_S.LOGITS_BYTES],
     )
-    barrier(cells, threads)
+    barrier(member)
     if constants[Constant.LOGITS_CAP] > 0:
-        cap_phase(cells, 13, step, constants[Constant.LOGITS_CAP])
-        barrier(cells, threads)
+        cap_phase(member, 13, step, constants[Constant.LOGITS_CAP])
+        barrier(member)
 
 
 @part
-def copy_job(step: Any) -> None:
-    cells, threads = step[_S.CELLS], step[_S.THREADS]
+def copy_job(member: Member, step: Any) -> None:
     to = Pages(step[_S.TO_POOL], step[_S.TO_NUMBERS], step[_S.TO_PAGE_BYTES], step[_S.TO_LAYER_BYTES])
     source = Pages(step[_S.FROM_POOL], step[_S.FROM_NUMBERS], step[_S.FROM_PAGE_BYTES], step[_S.FROM_LAYER_BYTES])
-    copy_phase(cells, 14, step[_S.COPY_PAGES], step[_S.COPY_LAYERS], step[_S.COPY_BYTES], to, source)
-    barrier(cells, threads)
+    copy_phase(member, 14, step[_S.COPY_PAGES], step[_S.COPY_LAYERS], step[_S.COPY_BYTES], to, source)
+    barrier(member)
 
 
 @part
 def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread: int) -> None:
+    member = Member(step[_S.CELLS], step[_S.THREADS], thread)
     scratch = step[_S.SCRATCH] + thread * step[_S.SCRATCH_BYTES]
     job = step[_S.JOB]
     if job & ATTEND:
-        attend_job(element, kv, step, layers, constants, scratch)
+        attend_job(element, kv, member, step, layers, constants, scratch)
     if job & MLP:
-        mlp_job(element, kv, step, layers, constants, scratch)
+        mlp_job(element, kv, member, step, layers, constants, scratch)
     if job & OUTPUT:
-        output_job(element, step, constants, scratch)
+        output_job(element, member, step, constants, scratch)
     if job & COPY:
-        copy_job(step)
+        copy_job(member, step)
 
 
 @numba.njit(**KERNEL_OPTIONS)  # type: ignore[untyped-decorator]

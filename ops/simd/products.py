@@ -17,7 +17,7 @@ from headrace.ops.simd.q8 import PIECE_BYTES as PANEL_PIECE_BYTES
 from headrace.ops.simd.q8_products import multiply_groups
 from headrace.ops.simd.tables import GELU
 from headrace.ops.simd.target import AMX
-from headrace.ops.simd.team import claim
+from headrace.ops.simd.team import Member, claim
 from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_tiles, product_rows, tile_height
 from headrace.ops.simd.vector import (
     F32,
@@ -44,6 +44,8 @@ MOST_BLOCK_ROWS: Final = 256
 """The same in AMX tiles, which need so many to compute while the next columns come from memory."""
 MOST_BLOCK_ROWS_OF_Q8: Final = 512
 """There codes are decoded once for each block."""
+LEAST_SHARE: Final = 128
+"""Rows a thread from which on each reads all weights: fewer would wait for memory."""
 BUFFER_BYTES: Final = PIECE_BYTES if AMX else PANELS * PANEL_PIECE_BYTES
 """For what q8 unpacks or decodes of 64 columns."""
 PRODUCT_SCRATCH_BYTES: Final = BUFFER_BYTES + (MOST_BLOCK_ROWS_OF_Q8 + TILE_ROWS) * TILE_BYTES
@@ -57,6 +59,10 @@ def block_rows(element: Any, rows: int, tiles: int, threads: int) -> int:
     if in_tiles(element) == 0:
         return BLOCK_ROWS
     block = MOST_BLOCK_ROWS_OF_Q8 if value_bytes(element) == 1 else MOST_BLOCK_ROWS
+    # Of many rows each thread takes its own, which stay in its second cache from phase to phase.
+    share = (rows + threads - 1) // threads
+    if share >= LEAST_SHARE:
+        block = min(block, share)
     # Enough pieces that threads end together.
     while block > 2 * PASS_ROWS and blocks_of(rows, block) * tiles < 4 * threads:
         block //= 2
@@ -147,8 +153,7 @@ def multiply_block(
 @kernel
 def product_phase(
     element: Any,
-    cells: int,
-    threads: int,
+    member: Member,
     phase: int,
     x: int,
     x_bytes: int,
@@ -162,11 +167,12 @@ def product_phase(
     out_bytes: int,
 ) -> None:
     """out = x · weights."""
-    block = block_rows(element, rows, tiles, threads)
+    block = block_rows(element, rows, tiles, member.threads)
     blocks = blocks_of(rows, block)
+    pieces = tiles * blocks
     begin_products(element, rows)
-    piece = claim(cells, phase)
-    while piece < tiles * blocks:
+    piece = claim(member, phase, pieces)
+    while piece < pieces:
         tile, first = piece % tiles, piece // tiles * block
         height = rows - first if piece // tiles == blocks - 1 else block
         multiply_block(
@@ -175,22 +181,21 @@ def product_phase(
             x_bytes,
             height,
             weights + PANELS * tile * panel_bytes,
-            weights + PANELS * (tile + threads) * panel_bytes,
+            weights + PANELS * (tile + 1) * panel_bytes,
             panel_bytes,
             steps,
             out + first * out_bytes + tile * TILE_BYTES,
             out_bytes,
             scratch,
         )
-        piece = claim(cells, phase)
+        piece = claim(member, phase, pieces)
     end_products(element)
 
 
 @part
 def adding_phase(
     element: Any,
-    cells: int,
-    threads: int,
+    member: Member,
     phase: int,
     x: int,
     x_bytes: int,
@@ -204,16 +209,17 @@ def adding_phase(
     out_bytes: int,
 ) -> None:
     """out += x · weights."""
-    block = block_rows(element, rows, tiles, threads)
+    block = block_rows(element, rows, tiles, member.threads)
     blocks = blocks_of(rows, block)
+    pieces = tiles * blocks
     sums = scratch + BUFFER_BYTES
     begin_products(element, rows)
-    piece = claim(cells, phase)
-    while piece < tiles * blocks:
+    piece = claim(member, phase, pieces)
+    while piece < pieces:
         tile, first = piece % tiles, piece // tiles * block
         height = rows - first if piece // tiles == blocks - 1 else block
         columns = weights + PANELS * tile * panel_bytes
-        following = columns + PANELS * threads * panel_bytes
+        following = columns + PANELS * panel_bytes
         inputs = x + first * x_bytes
         multiply_block(
             element, inputs, x_bytes, height, columns, following, panel_bytes, steps, sums, TILE_BYTES, scratch
@@ -222,7 +228,7 @@ def adding_phase(
             here, to = sums + row * TILE_BYTES, out + (first + row) * out_bytes + tile * TILE_BYTES
             for column in range(0, TILE_BYTES, VECTOR_BYTES):
                 store(F32, to + column, add(load(F32, to + column), load(F32, here + column)))
-        piece = claim(cells, phase)
+        piece = claim(member, phase, pieces)
     end_products(element)
 
 
@@ -241,8 +247,7 @@ def activated(activation: int, x: Any) -> Any:
 def gated_phase(
     element: Any,
     activation: int,
-    cells: int,
-    threads: int,
+    member: Member,
     phase: int,
     x: int,
     x_bytes: int,
@@ -257,16 +262,17 @@ def gated_phase(
 ) -> None:
     """out = activation(x · gate) · (x · up), as inputs of the next product. A tile is 32 columns of gate, then the same
     of up."""
-    block = block_rows(element, rows, tiles, threads)
+    block = block_rows(element, rows, tiles, member.threads)
     blocks = blocks_of(rows, block)
+    pieces = tiles * blocks
     sums = scratch + BUFFER_BYTES
     begin_products(element, rows)
-    piece = claim(cells, phase)
-    while piece < tiles * blocks:
+    piece = claim(member, phase, pieces)
+    while piece < pieces:
         tile, first = piece % tiles, piece // tiles * block
         height = rows - first if piece // tiles == blocks - 1 else block
         columns = weights + PANELS * tile * panel_bytes
-        following = columns + PANELS * threads * panel_bytes
+        following = columns + PANELS * panel_bytes
         inputs = x + first * x_bytes
         multiply_block(
             element, inputs, x_bytes, height, columns, following, panel_bytes, steps, sums, TILE_BYTES, scratch
@@ -276,5 +282,5 @@ def gated_phase(
             low = multiply(activated(activation, load(F32, here)), load(F32, here + 2 * VECTOR_BYTES))
             high = multiply(activated(activation, load(F32, here + VECTOR_BYTES)), load(F32, here + 3 * VECTOR_BYTES))
             store_group(element, out + (first + row) * out_bytes, tile, tiles, low, high)
-        piece = claim(cells, phase)
+        piece = claim(member, phase, pieces)
     end_products(element)

@@ -26,7 +26,7 @@ class Program:
 
     def __init__(self, elements: Elements, kv: Elements, layers: int, threads: int) -> None:
         self._witnesses = WITNESSES[elements], WITNESSES[kv]
-        self._cells = new_cells()
+        self._cells = new_cells(threads)
         self.step = np.zeros(len(StepField), np.int64)
         self.layers = np.zeros((layers, len(LayerField)), np.int64)
         self.constants = np.zeros(len(Constant), np.float64)

@@ -2,8 +2,11 @@
 
 A helper thread is compiled code from its start to its end: it never takes the GIL. Waiting, for a job or at a barrier,
 it looks at a counter for up to 50 µs, then sleeps in a futex of the kernel. So nothing spins while the worker is idle,
-and a helper whose core is taken by somebody else costs others no core. Within a phase, work is claimed piece by piece
-from a counter: a thread that is held up takes fewer pieces.
+and a helper whose core is taken by somebody else costs others no core.
+
+Within a phase, pieces of work are claimed one by one. Each thread has a range of them, and takes what is left of the
+others' when its own is done, so that one that is held up does less. Its own are neighbours, and those of a phase lie
+where those of the phase before did: what it fetches ahead is what it needs next, and what it wrote it reads again.
 
 in     jobs, from the thread that owns the team
 out    a job's effects
@@ -16,7 +19,7 @@ end    a job that says stop
 from __future__ import annotations
 
 import platform
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -57,9 +60,17 @@ _EVERYONE: Final = 1 << 30
 _CLOCK_MONOTONIC: Final = 1
 
 
-def new_cells() -> NDArray[np.int64]:
+class Member(NamedTuple):
+    """A thread of a team."""
+
+    cells: int
+    threads: int
+    thread: int
+
+
+def new_cells(threads: int) -> NDArray[np.int64]:
     """Zeroed counters of a team; they start at a cache line."""
-    words = np.zeros((4 + PHASES) * LINE_BYTES // 8 + 7, np.int64)
+    words = np.zeros((4 + PHASES * threads) * LINE_BYTES // 8 + 7, np.int64)
     return words[-(words.ctypes.data // 8) % 8 :]
 
 
@@ -149,8 +160,8 @@ def wait_for(cell: int, target: int) -> None:
 @kernel
 def begin_job(cells: int, threads: int) -> None:
     """In the main thread: the claims start anew, and all helpers run the job that the arguments describe."""
-    for phase in range(PHASES):
-        reset(cells + _CLAIMS + phase * LINE_BYTES)
+    for counter in range(PHASES * threads):
+        reset(cells + _CLAIMS + counter * LINE_BYTES)
     if threads > 1:
         fetch_add(cells + _JOBS, 1)
         if look(cells + _JOBS + _SLEEPERS) > 0:
@@ -164,8 +175,9 @@ def await_job(cells: int, number: int) -> None:
 
 
 @kernel
-def barrier(cells: int, threads: int) -> None:
+def barrier(member: Member) -> None:
     """Until all threads are here."""
+    cells, threads = member.cells, member.threads
     if threads == 1:
         return
     arrived = fetch_add(cells + _ARRIVALS, 1) + 1
@@ -177,7 +189,15 @@ def barrier(cells: int, threads: int) -> None:
 
 
 @kernel
-def claim(cells: int, phase: int) -> int:
-    """The next piece of a phase's work, from 0; each is given out once."""
-    piece: int = fetch_add(cells + _CLAIMS + phase * LINE_BYTES, 1)
-    return piece
+def claim(member: Member, phase: int, pieces: int) -> int:
+    """The thread's next piece of a phase's `pieces`, each of which is given out once; `pieces` if none is left."""
+    threads = member.threads
+    for further in range(threads):
+        owner = (member.thread + further) % threads
+        first, end = pieces * owner // threads, pieces * (owner + 1) // threads
+        cell = member.cells + _CLAIMS + (phase * threads + owner) * LINE_BYTES
+        if look(cell) < end - first:
+            piece: int = first + fetch_add(cell, 1)
+            if piece < end:
+                return piece
+    return pieces

@@ -138,7 +138,7 @@ def _print(report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file or a model's name")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="all cores by default")
+    parser.add_argument("--threads", type=int, default=1, help="of the model (default 1)")
     parser.add_argument("--mode", choices=MODES, action="append", help=f"by default {', '.join(DEFAULT_MODES)}")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each shape and mode, at least three steps")
     parser.add_argument("--json", type=Path, help="write the report to this file too")
@@ -148,9 +148,16 @@ def main() -> None:
         model = str(resolve(arguments.model, cache))
     except ModelProblem as problem:
         sys.exit(str(problem))
-    prepare_cpu(arguments.threads)
-    report = Report(device_name(arguments.threads), str(torch.__version__), Path(model).name, {}, [])
     modes = arguments.mode or list(DEFAULT_MODES)
+    kinds = {mode.partition("-")[0] for mode in modes}
+    if arguments.threads > 1 and len(kinds) > 1:
+        sys.exit(
+            "with several threads torch's layers and compiled kernels are measured in runs of their own, since torch's "
+            "threads wait by spinning, 4 ms of each step on the cores of the others: give --mode of one kind"
+        )
+    # As a server does.
+    prepare_cpu(arguments.threads if "torch" in kinds else 1)
+    report = Report(device_name(arguments.threads), str(torch.__version__), Path(model).name, {}, [])
     with torch.inference_mode():
         measure(model, modes, arguments.threads, arguments.seconds, str(cache / "kernels"), report)
     _print(report)
