@@ -547,7 +547,7 @@ class KvCache:
         return most // key.page_tokens if self._reuse else 0
 
     def usable_with(self, key: PrefixKey, stored: Sequence[NDArray[np.bool_]], pages: int) -> int:
-        """The same where all that storage has of each window group (bool [pages]) could be brought."""
+        """As `_usable_pages`, where all that storage has of each window group (bool [pages]) could be brought."""
         assert self.windows is not None
         places = self._index.places_of(key.namespace, key.raw(0, pages))
         return self.windows.usable_with(places, stored, pages)
