@@ -88,8 +88,6 @@ class KvCache:
             self._window_copies = self.windows.copies = WindowCopies(
                 self._index, self.windows.groups, self._host, page_bytes
             )
-        self.copy_pages = 16
-        """Pages of one copy to the host, at most."""
         self._holdings: dict[int, Holding] = {}
         self._handles = 0
         self._prefetcher: Prefetcher | None = None
@@ -298,14 +296,15 @@ class KvCache:
             self._host.busy or (self._window_copies is not None and self._window_copies.busy)
         )
 
-    def next_copy(self) -> Copy | None:
-        """The next copy to the host, to be ordered behind all that the device has been sent."""
+    def next_copy(self, most_pages: int) -> Copy | None:
+        """The next copy to the host, to be ordered behind all that the device has been sent; of so many pages of every
+        full group, or as many bytes of a window group."""
         if self._host is None:
             return None
         completed = self._pools[0].completed_step
-        copy = self._host.next_copy(completed, self.copy_pages)
+        copy = self._host.next_copy(completed, most_pages)
         if copy is None and self._window_copies is not None:
-            copy = self._window_copies.next_copy(completed, self.copy_pages * self.page_bytes)
+            copy = self._window_copies.next_copy(completed, most_pages * self.page_bytes)
         return copy
 
     def copied(self, transfer: int) -> None:

@@ -31,7 +31,12 @@ ALARM_S: Final = 0.5e-3
 """What is due so soon is due now: uvloop's timers count whole milliseconds, may ring so much too early, and one that
 rounds to nothing rings at once, again and again, until the time has come."""
 COPY_MS: Final = 1.2
-"""Of one copy to the host. The bound is 2 ms; the 99th percentile of a copy's time was 1.1 to 1.6 times its median."""
+"""Of the copies behind a step. The bound is 2 ms; the 99th percentile of a copy was 1.1 to 1.6 times its median."""
+COPY_SHARE: Final = 1 / 50
+"""Of a step that is longer than 60 ms: what it computes has to go to the host as fast as it comes, or the pages of a
+busy device are held by their copies, and newcomers wait for those."""
+COPIES_AHEAD: Final = 4
+"""Under way on a device where they delay no step."""
 FIRST_COPY_BYTES_PER_MS: Final = 1e6
 """Until a copy has been measured: 1 GB/s, a fifth of what this machine does."""
 MAX_COPY_BYTES: Final = 8 << 20
@@ -131,26 +136,28 @@ class CostModel:
 
 
 class CopyPace:
-    """How many pages one copy to the host takes, so that it holds the device for a bounded time.
+    """How many pages are copied to the host behind a step, so that copies hold the device for a bounded time.
 
     On a CPU a copy is a command between two steps, and whatever decodes waits for it. Pages are as many as fill
-    `COPY_MS` at the speed of the last copies; a device whose copies delay no step tells 0 and gets the largest ones.
+    `COPY_MS`, or `COPY_SHARE` of a long step, at the speed of the last copies. A device whose copies delay no step
+    tells 0, and always has `COPIES_AHEAD` of the largest.
     """
 
     def __init__(self, page_bytes: int, most_bytes: int = MAX_COPY_BYTES) -> None:
-        self._most = max(1, most_bytes // page_bytes)
+        self.most = max(1, most_bytes // page_bytes)
+        """Pages of one copy."""
+        self.delays = True
+        """Whether no step runs meanwhile."""
         self._page_ms = page_bytes / FIRST_COPY_BYTES_PER_MS
-        self._delays = True
 
-    @property
-    def pages(self) -> int:
-        """Of the next copy."""
-        return min(self._most, max(1, int(COPY_MS / self._page_ms))) if self._delays else self._most
+    def pages(self, step_ms: float) -> int:
+        """Behind a step that takes `step_ms`, where copies delay steps."""
+        return max(1, int(max(COPY_MS, COPY_SHARE * step_ms) / self._page_ms))
 
     def observe(self, pages: int, copy_ms: float) -> None:
         """A copy of so many pages took `copy_ms`, in which no step ran."""
-        self._delays = copy_ms > 0
-        if self._delays:
+        self.delays = copy_ms > 0
+        if self.delays:
             # As with steps: one stall of the machine must not make copies small for long.
             ratio = min(4.0, max(0.25, copy_ms / pages / self._page_ms))
             self._page_ms *= 1 + _SMOOTHING * (ratio - 1)

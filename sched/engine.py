@@ -459,7 +459,7 @@ class Engine:
         self._clock.launched(now_s, predicted_ms)
         self._idle_check.launched(step, launched.decode_rows, launched.prefill_tokens)
         self._sample()
-        if not self._copying.order():
+        if not self._copying.order(predicted_ms):
             # Copies may have been skipped: then nothing is on its way any more.
             self.control.changed()
         return True

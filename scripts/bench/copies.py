@@ -99,7 +99,7 @@ def _copies(
     sizes: list[int] = []
     end = time.perf_counter() + seconds
     while len(times_ms) < 30 or time.perf_counter() < end:
-        count = fixed or pace.pages
+        count = fixed or min(pace.most, pace.pages(0.0))
         probe.run(SHAPE)
         device, to = rng.sample(range(num_pages), count), rng.sample(range(num_pages), count)
         began = time.process_time()

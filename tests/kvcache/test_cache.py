@@ -199,7 +199,7 @@ def copied(cache: KvCache, *tokens: int) -> None:
     """A request's pages are on the host."""
     run_through(cache, key(*tokens), 0)
     cache.complete_step(0)
-    copy = cache.next_copy()
+    copy = cache.next_copy(16)
     assert copy is not None
     cache.copied(copy.transfer)
 
@@ -208,7 +208,7 @@ def test_who_waits_for_host_room_is_told_when_a_copy_lets_go_of_its_prefix(told:
     cache = KvCache(LAYOUT, [16], host_pages=8)
     copied(cache, *range(17))
     run_through(cache, key(*range(25)), 0)
-    copy = cache.next_copy()
+    copy = cache.next_copy(16)
     assert copy is not None and cache._host is not None
     assert cache._host.room_pages == 2, "the copy holds its own pages and those that it continues"
     told.clear()

@@ -62,7 +62,7 @@ def run_through(cache: KvCache, tokens: PrefixKey, step: int, chunk: int = 4) ->
 
 def copy_all(cache: KvCache) -> None:
     """Everything that waits goes to the host."""
-    while (copy := cache.next_copy()) is not None:
+    while (copy := cache.next_copy(16)) is not None:
         cache.copied(copy.transfer)
         cache.check_integrity()
 
@@ -195,7 +195,7 @@ def test_a_device_that_is_lost_takes_its_window_pages_along() -> None:
     run_through(cache, key(*range(29)), 0)
     copy_all(cache)
     run_through(cache, key(*range(100, 129)), 20)
-    cache.next_copy()
+    cache.next_copy(16)
     cache.complete_step(60)
     for _ in cache.forget_device():
         pass
@@ -260,10 +260,9 @@ def test_a_layout_without_window_groups_has_no_places() -> None:
 
 def test_a_window_that_the_host_has_no_room_for_is_copied_once_and_no_page_again() -> None:
     cache = KvCache(LAYOUT, [64, 64], host_pages=64, window_host_pages=[1])
-    cache.copy_pages = 1
     run_through(cache, key(*range(33)), 0)
     copies = 0
-    while (copy := cache.next_copy()) is not None:
+    while (copy := cache.next_copy(1)) is not None:
         cache.copied(copy.transfer)
         copies += 1
         assert copies < 100, "a page goes round and round"

@@ -234,8 +234,8 @@ def test_a_flush_under_load_ends_when_what_was_under_way_is_written() -> None:
             assert world.engine.status().stored_pages >= before.copied_pages, "all that the host had at the call"
 
     # Storage needs 2 of the 4 ms between two requests for their pages.
-    shape = msgspec.structs.replace(DISK, pages=200, host_pages=400, token_us=20.0, storage=StorageTimes(50, 600, 2))
-    play(msgspec.structs.replace(shape, storage_pages=4000), scenario)
+    shape = msgspec.structs.replace(DISK, pages=200, host_pages=400, copy_ms=1.0, storage=StorageTimes(50, 600, 2))
+    play(msgspec.structs.replace(shape, token_us=20.0, storage_pages=4000), scenario)
 
 
 def test_a_flush_waits_for_a_prompt_that_is_being_computed_no_further_than_it_was() -> None:

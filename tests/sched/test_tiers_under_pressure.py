@@ -20,7 +20,7 @@ from headrace.server.sim.world import World, WorldShape
 
 def test_b31_pages_that_only_wait_for_their_copies_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU copies are small: many steps pass before a long prompt has been copied.
-    monkeypatch.setattr(CopyPace, "pages", property(lambda self: 1))
+    monkeypatch.setattr(CopyPace, "pages", lambda self, step_ms: 1)
 
     async def scenario(world: World) -> None:
         await ask(world, [i % 900 + 1 for i in range(160)], 1)
