@@ -11,6 +11,7 @@ another program have taken it meanwhile, that is the same sentence as at the sta
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import socket
@@ -237,12 +238,15 @@ async def _serve(
     except OSError as error:
         raise DoesNotFit(f"The host tier's memory can't be had ({error}): give a smaller --hicache-size.") from error
     descriptor = host.descriptor if host is not None else None
+    worker_begun = asyncio.Event()
 
     async def connect() -> WorkerProcess:
         try:
             return WorkerProcess(options.start.ring, options.start.threads, descriptor)
         except OSError as error:
             raise DeviceUnavailable(f"the device worker can't be started: {error}") from error
+        finally:
+            worker_begun.set()
 
     async def connect_storage() -> AgentProcess:
         assert descriptor is not None
@@ -252,7 +256,8 @@ async def _serve(
         return GrammarProcess(path)
 
     async def load_text() -> LoadedText:
-        # The worker's process has been started by now: the two load side by side.
+        # The two load side by side: this takes 0.2 s, in which the worker's process imports torch.
+        await worker_begun.wait()
         return LoadedText(TextService.open(path, template if settings.chat_template else None), template)
 
     engine = Engine(options, connect, lambda deltas: None, connect_storage, connect_grammar)
