@@ -6,7 +6,7 @@ ring slot, "future tokens" by request slot, "device pages" and "host pages" of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -59,6 +59,13 @@ def attention(batch: ForwardBatch, group: int, pool: KvPool, table: I32, layer: 
         [_pages("device pages", group, layer, np.concatenate(read))],
         [_pages("device pages", group, layer, written)],
     )
+
+
+def pass_of(batch: ForwardBatch, pools: Sequence[KvPool], places: Mapping[int, tuple[int, int]]) -> Operation:
+    """The attention of all layers, each of which has its place: a pool, and its index there."""
+    parts = [attention(batch, group, pools[group], pools[group].table, index) for group, index in places.values()]
+    reads, writes = ([region for part in parts for region in of] for of in zip(*(part[1:] for part in parts)))
+    return Operation(f"attention of step {batch.step}, all layers", reads, writes)
 
 
 def load(step: int, group: int, layer: int, host_pages: I32, device_pages: I32) -> Operation:

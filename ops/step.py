@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.ops import accesses
@@ -96,11 +97,13 @@ class StepRunner:
     def _forward(
         self, batch: ForwardBatch, arrivals: dict[int, Event], results: StepResults, forwarded: _Forwarded
     ) -> None:
-        self._sampler.begin(batch)
-        for group, pool in enumerate(self._pools):
-            pool.forget(batch.init_slot)
-            here = batch.edit_group == group
-            pool.edit(batch.edit_slot[here], batch.edit_index[here], batch.edit_page[here])
+        if batch.counts.slot_inits:
+            self._sampler.begin(batch)
+        if batch.counts.slot_inits or batch.counts.table_edits:
+            for group, pool in enumerate(self._pools):
+                pool.forget(batch.init_slot)
+                here = batch.edit_group == group
+                pool.edit(batch.edit_slot[here], batch.edit_index[here], batch.edit_page[here])
         if batch.counts.tokens:
             forwarded.logits = self._run(batch, arrivals, results)
         else:
@@ -120,25 +123,22 @@ class StepRunner:
     def _run(self, batch: ForwardBatch, arrivals: dict[int, Event], results: StepResults) -> Tensor:
         """The model pass; → logits of the samples."""
         last_tokens = batch.row_start[1:][batch.sample_row] - 1
-        keep = np.concatenate((last_tokens, batch.want_token)).astype(np.int64)
-        hidden = self._model.forward(
-            self._input_ids(batch),
-            torch.from_numpy(batch.positions.astype(np.int64)),
-            StepKv(batch, self._pools, self._places, arrivals, self._streams.compute),
-            torch.from_numpy(keep),
-        )
+        keep = np.concatenate((last_tokens, batch.want_token), dtype=np.int64)
+        kv = StepKv(batch, self._pools, self._places, arrivals, self._streams.compute)
+        hidden = self._model.forward(self._input_ids(batch), kv, keep)
         samples = batch.counts.samples
-        self._report_wants(hidden[samples:], batch.want_target, results)
+        if batch.counts.wants:
+            self._report_wants(hidden[samples:], batch.want_target, results)
         if not samples:
             return self._no_logits()
         return self._model.logits(hidden[:samples])
 
-    def _input_ids(self, batch: ForwardBatch) -> Tensor:
+    def _input_ids(self, batch: ForwardBatch) -> NDArray[np.int64]:
         self._streams.compute.uses(partial(accesses.inputs, batch))
         ids = batch.input_ids.astype(np.int64)
         drawn = np.flatnonzero(ids < 0)
         ids[drawn] = self._sampler.future_tokens[-ids[drawn] - 1]
-        return torch.from_numpy(ids)
+        return ids
 
     def _no_logits(self) -> Tensor:
         return torch.empty((0, self._model.config.vocab_size))

@@ -60,6 +60,8 @@ class StepCopies:
     def load(self, batch: ForwardBatch, spent: CopyTime) -> dict[int, Event]:
         """Bring the batch's host pages → for each layer of the model, the event behind its part. Raises BadBatch where
         there is no host pool."""
+        if not batch.counts.loads:
+            return {}
         loads = {}
         for group in np.unique(batch.load_group).tolist():
             if not self._copiers:
@@ -68,7 +70,7 @@ class StepCopies:
             loads[group] = self._copiers[group].load(self._pools[group], batch.load_host[here], batch.load_device[here])
         arrivals = {}
         stream = self._streams.load
-        for layer, (group, index) in sorted(self._places.items()) if loads else ():
+        for layer, (group, index) in sorted(self._places.items()):
             if group in loads:
                 stream.uses(partial(accesses.load, batch.step, group, index, *loads[group].pages))
                 stream.run(partial(spent.of, partial(loads[group].bring, index)))

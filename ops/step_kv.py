@@ -10,7 +10,7 @@ end    with the step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -53,6 +53,18 @@ class StepKv:
         """The layer's pool, and its index there."""
         group, index = self._places[layer]
         return self.pools[group], index
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Layers that may be computed at once, from one to before another, in their order, each time when their pages
+        are there: all of them, or one by one in a step that loads."""
+        layers = len(self._places)
+        if not self._arrivals:
+            self._compute.uses(partial(accesses.pass_of, self.batch, self.pools, self._places))
+            yield 0, layers
+            return
+        for layer in range(layers):
+            self.bring(layer)
+            yield layer, layer + 1
 
     def bring(self, layer: int) -> tuple[KvPool, int]:
         """Wait for what the layer's pages get from the host → its pool, and its index there."""

@@ -1,4 +1,5 @@
-"""A decoder of any of the architectures on a CPU, by the compiled program of `ops.simd`: a call a layer.
+"""A decoder of any of the architectures on a CPU, by the compiled program of `ops.simd`: a call for all layers, or a
+call for each where they wait for pages.
 
 A row's bits depend on its own tokens alone: not on its batch-mates, on the number of rows or threads, on where a chunk
 ends, nor on where its prefix's pages came from.
@@ -6,6 +7,7 @@ ends, nor on where its prefix's pages came from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -21,14 +23,15 @@ from headrace.ops.rotary import Rotary
 from headrace.ops.simd.attention import block_tokens, scratch_bytes
 from headrace.ops.simd.compiler import Elements
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes
+from headrace.ops.simd.instructions import LANES
 from headrace.ops.simd.packing import pack, pack_groups, paired, paired_rows, round_up
 from headrace.ops.simd.products import PRODUCT_SCRATCH_BYTES
 from headrace.ops.simd.program import Program
-from headrace.ops.simd.tables import ATTEND, GELU, MLP, OUTPUT, SILU, Constant, LayerField, StepField
+from headrace.ops.simd.tables import ATTEND, BEGIN, GELU, MLP, OUTPUT, SILU, Constant, LayerField, StepField
 from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.step_kv import StepKv
-from headrace.ops.wire import ForwardBatch
+from headrace.ops.wire import I32
 
 F32_BYTES: Final = 4
 ROOM_ROWS: Final = 64
@@ -49,11 +52,14 @@ class CompiledDecoder:
         self._kv_dtype = weights.dtype
         self._packed: list[Tensor] = []
         self._buffers: dict[StepField, Tensor] = {}
+        self._room = 0
+        self._pools: Sequence[KvPool] = ()
+        """Whose addresses the tables hold."""
         left_out = {StepField.LOGITS} if config.post_norms else {StepField.LOGITS, StepField.ADDED}
         self._buffered = tuple(field for field in _ROW_BYTES if field not in left_out)
         self._program = Program(self._elements, kv, config.layers, threads)
         self.copy_pages = copy_pages_by(self._program)
-        self._embedding = weights.read("token_embd.weight", weights.dtype)
+        self._embedding = _filled(weights.read("token_embd.weight", weights.dtype), LANES).contiguous()
         self._rotaries: dict[Rope, Rotary] = {}
         for layer in range(config.layers):
             self._read_layer(weights, layer, context_tokens)
@@ -61,6 +67,8 @@ class CompiledDecoder:
         output = "token_embd.weight" if config.tied_embeddings else "output.weight"
         step[StepField.OUTPUT_WEIGHTS], step[StepField.OUTPUT_PANEL_BYTES] = self._matrix(weights, output)
         step[StepField.OUTPUT_NORM] = self._norm(weights, "output_norm")
+        step[StepField.EMBEDDING] = self._embedding.data_ptr()
+        step[StepField.EMBEDDING_BYTES] = self._embedding[0].nbytes
         self._set_sizes()
 
     @property
@@ -71,43 +79,42 @@ class CompiledDecoder:
         """End the program's threads."""
         self._program.stop()
 
-    def forward(self, ids: Tensor, positions: Tensor, kv: StepKv, keep: Tensor) -> Tensor:
-        """→ float32 `[kept, width]`, before the last norm; `positions` are the batch's."""
-        step, layers, tokens = self._program.step, self.config.layers, len(ids)
+    def forward(self, ids: NDArray[np.int64], kv: StepKv, keep: NDArray[np.int64]) -> Tensor:
+        """→ float32 `[kept, width]`, before the last norm."""
+        layers, tokens = self.config.layers, len(ids)
         self._make_room(tokens)
-        x = self._buffers[StepField.X]
-        x[:tokens, : self.config.hidden] = self._embedding.index_select(0, ids)
-        if self.config.embedding_scale != 1:
-            x[:tokens] *= self.config.embedding_scale
-        step[StepField.TOKENS] = tokens
-        used = self._describe(kv)
-        tables = {id(pool): _table_rows(kv.batch, pool) for pool in kv.pools}
-        for layer in range(layers):
-            pool, index = kv.bring(layer)
-            step[StepField.LAYER] = layer
-            step[StepField.TABLES] = tables[id(pool)].ctypes.data
-            step[StepField.PAGES] = pool.layer(index).data_ptr()
-            if layer < layers - 1:
-                self._program.run(ATTEND | MLP)
-        # Nothing reads what the other tokens would become now that the last layer's KV is written.
-        self._program.run(ATTEND)
-        del used, tables
-        for field in (StepField.X, StepField.ATTENDED):
-            rows = self._buffers[field]
-            rows[: len(keep)] = rows.index_select(0, keep)
-        step[StepField.TOKENS] = len(keep)
-        self._program.run(MLP)
-        return x[: len(keep)]
+        self._describe(ids, kv)
+        keeps_all = len(keep) == tokens and np.array_equal(keep, self._numbers[:tokens])
+        for first, end in kv.runs():
+            job = ATTEND | MLP | (BEGIN if first == 0 else 0)
+            if keeps_all or end < layers:
+                self._program.run_layers(job, first, end)
+                continue
+            # Nothing reads what the other tokens would become once the last layer's KV is written.
+            self._program.run_layers(job, first, layers - 1)
+            self._program.run_layers(ATTEND, layers - 1, layers)
+            self._keep_rows(torch.from_numpy(keep))
+            self._program.run_layers(MLP, layers - 1, layers)
+        return self._buffers[StepField.X][: len(keep)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, width]` → float32 `[rows, vocab]`."""
-        step = self._program.step
-        self._make_room(len(hidden), StepField.LOGITS)
+        step, rows = self._program.step, len(hidden)
+        logits = self._buffers.get(StepField.LOGITS)
+        if logits is None or len(logits) < rows:
+            logits = self._make_buffer(StepField.LOGITS, rows)
         x, step[StepField.X] = step[StepField.X], hidden.data_ptr()
-        step[StepField.TOKENS] = len(hidden)
+        step[StepField.TOKENS] = rows
         self._program.run(OUTPUT)
         step[StepField.X] = x
-        return self._buffers[StepField.LOGITS][: len(hidden), : self.config.vocab_size]
+        return logits[:rows, : self.config.vocab_size]
+
+    def _keep_rows(self, keep: Tensor) -> None:
+        """Only these rows go on."""
+        for field in (StepField.X, StepField.ATTENDED):
+            rows = self._buffers[field]
+            rows[: len(keep)] = rows.index_select(0, keep)
+        self._program.step[StepField.TOKENS] = len(keep)
 
     # -----------------------------------------------------------------------------------------------------------
     # Weights
@@ -155,8 +162,7 @@ class CompiledDecoder:
         return self._kept(packed), packed.nbytes // len(packed)
 
     def _norm(self, weights: StoredWeights, name: str) -> int:
-        weight = weights.norm(name)
-        return self._kept(torch.nn.functional.pad(weight, (0, -len(weight) % GROUP)))
+        return self._kept(_filled(weights.norm(name), GROUP))
 
     def _kept(self, tensor: Tensor) -> int:
         """Keep the tensor as long as the model → its address."""
@@ -202,6 +208,7 @@ class CompiledDecoder:
         self._scratch = torch.zeros(int(step[StepField.SCRATCH_BYTES]) * self._program.threads, dtype=torch.uint8)
         step[StepField.SCRATCH] = self._scratch.data_ptr()
         constants = self._program.constants
+        constants[Constant.EMBEDDING_SCALE] = config.embedding_scale
         constants[Constant.NORM_EPSILON] = config.norm_eps
         constants[Constant.SCORE_SCALE] = config.score_scale
         constants[Constant.SCORE_CAP] = config.attention_cap
@@ -217,55 +224,66 @@ class CompiledDecoder:
         groups = -(-width // GROUP)
         return groups if self._elements == "q8" else groups * GROUP * self._kv_dtype.itemsize // F32_BYTES
 
-    def _make_room(self, rows: int, *fields: StepField) -> None:
-        """Buffers of at least so many rows: the given ones, or all but the logits."""
+    def _make_room(self, rows: int) -> None:
+        """For so many rows in all buffers but the logits."""
+        if rows <= self._room:
+            return
+        self._room = round_up(rows, ROOM_ROWS)
+        for field in self._buffered:
+            self._make_buffer(field, rows)
         step = self._program.step
-        for field in fields or self._buffered:
-            buffer = self._buffers.get(field)
-            if buffer is None or len(buffer) < rows:
-                row_bytes = int(step[_ROW_BYTES[field]])
-                dtype = self._kv_dtype if field is StepField.ATTENDED else torch.float32
-                # Zeros: products read rows to the end of their last group.
-                buffer = torch.zeros((round_up(rows, ROOM_ROWS), row_bytes), dtype=torch.uint8).view(dtype)
-                self._buffers[field] = buffer
-                step[field] = buffer.data_ptr()
         if self._attended_are_inputs:
             step[StepField.ATTENDED_INPUT] = step[StepField.ATTENDED]
+        self._numbers = np.arange(self._room)
+        self._lists = np.zeros((3, self._room), np.int32)
+        for field, numbers in zip((StepField.ITEM_ROW, StepField.ITEM_TOKEN, StepField.TOKEN_ROW), self._lists):
+            step[field] = numbers.ctypes.data
 
-    def _describe(self, kv: StepKv) -> tuple[object, ...]:
-        """Tell the program which rows attend to which pages → the arrays that must outlive the layers."""
+    def _make_buffer(self, field: StepField, rows: int) -> Tensor:
+        """At least so many."""
+        row_bytes = int(self._program.step[_ROW_BYTES[field]])
+        dtype = self._kv_dtype if field is StepField.ATTENDED else torch.float32
+        # Zeros: products read rows to the end of their last group.
+        buffer = torch.zeros((round_up(rows, ROOM_ROWS), row_bytes), dtype=torch.uint8).view(dtype)
+        self._buffers[field] = buffer
+        self._program.step[field] = buffer.data_ptr()
+        return buffer
+
+    def _describe(self, ids: NDArray[np.int64], kv: StepKv) -> None:
+        """Tell the program where the batch lies, which must outlive the layers; and the pools, where they are new."""
         batch, step = kv.batch, self._program.step
-        pool, _ = kv.place(0)
-        lengths = np.diff(batch.row_start)
-        rows = np.arange(len(lengths), dtype=np.int32)
-        token_row = np.repeat(rows, lengths)
-        block = int(step[StepField.BLOCK_TOKENS])
-        blocks = -(-lengths // block)
-        item_row = np.repeat(rows, blocks)
-        first_item = np.repeat(np.cumsum(blocks) - blocks, blocks)
-        item_token = (batch.row_start[item_row] + (np.arange(len(item_row)) - first_item) * block).astype(np.int32)
+        if kv.pools is not self._pools:
+            self._describe_pools(kv)
+        step[StepField.TOKENS], step[StepField.BATCH_ROWS] = len(ids), len(batch.row_slot)
+        step[StepField.IDS] = ids.ctypes.data
+        step[StepField.ROW_SLOT] = _address(batch.row_slot)
+        step[StepField.ROW_START] = _address(batch.row_start)
+        step[StepField.ROW_KV_LEN] = _address(batch.row_kv_len)
+        step[StepField.POSITIONS] = _address(batch.positions)
+
+    def _describe_pools(self, kv: StepKv) -> None:
+        step, layers, (pool, _) = self._program.step, self._program.layers, kv.place(0)
         plane_bytes = pool.page_tokens * pool.shape.head_dim * self._kv_dtype.itemsize
-        arrays = {
-            StepField.ITEM_ROW: item_row,
-            StepField.ITEM_TOKEN: item_token,
-            StepField.ROW_START: batch.row_start,
-            StepField.ROW_KV_LEN: batch.row_kv_len,
-            StepField.TOKEN_ROW: token_row,
-            StepField.POSITIONS: batch.positions,
-        }
-        for field, array in arrays.items():
-            step[field] = array.ctypes.data
-        step[StepField.ITEMS] = len(item_row)
+        step[StepField.TABLE_BYTES] = pool.table.strides[0]
         step[StepField.PAGE_TOKENS] = pool.page_tokens
         step[StepField.HEAD_PLANE_BYTES] = plane_bytes
         step[StepField.PAGE_BYTES] = 2 * pool.shape.kv_heads * plane_bytes
-        return tuple(arrays.values())
+        for layer, row in enumerate(layers):
+            pool, index = kv.place(layer)
+            assert pool.table.strides[0] == step[StepField.TABLE_BYTES] and pool.pages.dtype == self._kv_dtype
+            row[LayerField.PAGES], row[LayerField.TABLE] = pool.layer(index).data_ptr(), pool.table.ctypes.data
+        self._pools = kv.pools
 
 
-def _table_rows(batch: ForwardBatch, pool: KvPool) -> NDArray[np.int64]:
-    """The address of each row's page table, int64 [rows]."""
-    rows: NDArray[np.int64] = pool.table.ctypes.data + batch.row_slot.astype(np.int64) * pool.table.strides[0]
-    return rows
+def _filled(rows: Tensor, multiple: int) -> Tensor:
+    """With zeros up to a multiple of so many."""
+    missing = -rows.shape[-1] % multiple
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+
+
+def _address(numbers: I32) -> int:
+    assert numbers.dtype == np.int32 and numbers.flags.c_contiguous
+    return numbers.ctypes.data
 
 
 _ROW_BYTES: Final = {

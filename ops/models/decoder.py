@@ -6,7 +6,9 @@ The layer is Llama's (arXiv:2302.13971); what others have besides is there where
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.ops.activation import gated
@@ -79,10 +81,11 @@ class Decoder:
         layers = sum(layer.size_bytes for layer in self._layers)
         return self._embedding.nbytes + layers + self._norm.size_bytes + self._output.size_bytes
 
-    def forward(self, ids: Tensor, positions: Tensor, kv: StepKv, keep: Tensor) -> Tensor:
+    def forward(self, ids: NDArray[np.int64], kv: StepKv, keep: NDArray[np.int64]) -> Tensor:
         """→ `[kept, hidden]`, normed."""
+        positions, kept = torch.from_numpy(kv.batch.positions.astype(np.int64)), torch.from_numpy(keep)
         turns = {rope: rotary.turns(positions) for rope, rotary in self._rotaries.items()}
-        x = self._embedding.index_select(0, ids).float()
+        x = self._embedding.index_select(0, torch.from_numpy(ids)).float()
         if self.config.embedding_scale != 1:
             x.mul_(self.config.embedding_scale)
         for index, layer in enumerate(self._layers):
@@ -90,7 +93,7 @@ class Decoder:
             attended = kv.attend(index, qkv, layer.scores)
             if index == self.config.layers - 1:
                 # Nothing reads what the other tokens would become now that the last layer's KV is written.
-                x, attended = x.index_select(0, keep), attended.index_select(0, keep)
+                x, attended = x.index_select(0, kept), attended.index_select(0, kept)
             added = layer.output(attended)
             x.add_(layer.after_attention(added.float()) if layer.after_attention else added)
             added = layer.down(gated(layer.gate_up(layer.mlp_norm(x)), self.config.activation))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.ops.kv_copy import CopyPages
@@ -24,11 +26,11 @@ class Model(Protocol):
     def size_bytes(self) -> int:
         """Bytes of all weights in memory."""
 
-    def forward(self, ids: Tensor, positions: Tensor, kv: StepKv, keep: Tensor) -> Tensor:
-        """Run the tokens through all layers, which write and read their KV.
+    def forward(self, ids: NDArray[np.int64], kv: StepKv, keep: NDArray[np.int64]) -> Tensor:
+        """Run the tokens of `kv.batch` through all layers, which write and read their KV.
 
-        `ids`, `positions`: int64 [tokens]; `keep`: int64 [kept], the tokens whose result is wanted → `[kept, width]`,
-        what `logits` takes.
+        `ids`: [tokens], none of them left open as in the batch; `keep`: [kept], the tokens whose result is wanted →
+        `[kept, width]`, what `logits` takes.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""A decoder layer, and the output projection, as one program that all threads of a team run.
+"""A decoder's layers, and the output projection, as one program that all threads of a team run.
 
 The program's only arguments are tables of numbers: addresses and sizes of the step (`StepField`), addresses of the
-weights of each layer (`LayerField`). A call from Python costs 3 µs, and a job's parts are divided by barriers:
+weights and pages of each layer (`LayerField`). A call from Python costs 3 µs, so a job may have several parts, and its
+layers are as many as need not wait for pages. Parts are divided by barriers:
 
-    ATTEND  normalize rows │ qkv = rows · Wqkv │ bias, norms of heads, rotate, write keys and values │ attend
-    MLP     x += attended · Wo │ normalize rows │ act = silu(gate) · up │ x += act · Wdown
+    BEGIN   x = embeddings of the ids; which blocks of tokens attend
+    ATTEND  normalize rows │ qkv = rows · Wqkv │ bias, norms of heads, rotate, write keys and values │ attend   ╮ each
+    MLP     x += attended · Wo │ normalize rows │ act = silu(gate) · up │ x += act · Wdown                      ╯ layer
     OUTPUT  normalize rows │ logits = rows · Wout │ cap
     COPY    pages from one pool to another (`copies`)
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numba
+import numpy as np
 
 from headrace.ops.simd.amx import release_tiles
 from headrace.ops.simd.attention import HeadPages, attend_block
@@ -36,9 +39,21 @@ from headrace.ops.simd.rows import (
     write_value,
 )
 from headrace.ops.simd.softmax import Sight, capped
-from headrace.ops.simd.tables import ATTEND, COPY, MLP, OUTPUT, STOP, Constant, LayerField, StepField
-from headrace.ops.simd.team import Member, await_job, barrier, begin_job, claim
-from headrace.ops.simd.vector import F32, F32_BYTES, VECTOR_BYTES, get_address, get_i32, load, store, value_bytes
+from headrace.ops.simd.tables import ATTEND, BEGIN, COPY, MLP, OUTPUT, STOP, Constant, LayerField, StepField
+from headrace.ops.simd.team import Member, await_job, begin_job, claim, end_phase
+from headrace.ops.simd.vector import (
+    F32,
+    F32_BYTES,
+    VECTOR_BYTES,
+    get_address,
+    get_i32,
+    load,
+    multiply,
+    put_i32,
+    splat,
+    store,
+    value_bytes,
+)
 
 NORM_ROWS: Final = 4
 """Rows of one claim of what is done row by row."""
@@ -84,8 +99,8 @@ def rotary_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, eps
             for head in range(heads):
                 to = queries + head * dim * value_bytes(kv)
                 rotate_head(kv, qkv + head * dim * F32_BYTES, turns, rotary_dim, dim, to)
-            table = table_of(step, get_i32(step[_S.TOKEN_ROW] + token * 4))
-            page = step[_S.PAGES] + get_i32(table + position // page_tokens * 4) * step[_S.PAGE_BYTES]
+            table = table_of(step, layer, get_i32(step[_S.TOKEN_ROW] + token * 4))
+            page = layer[_L.PAGES] + get_i32(table + position // page_tokens * 4) * step[_S.PAGE_BYTES]
             for head in range(kv_heads):
                 key = qkv + (heads + head) * dim * F32_BYTES
                 plane = page + head * step[_S.HEAD_PLANE_BYTES]
@@ -115,15 +130,16 @@ def input_phase(element: Any, kv: Any, member: Member, phase: int, step: Any, wi
 
 
 @kernel
-def table_of(step: Any, row: int) -> int:
+def table_of(step: Any, layer: Any, row: int) -> int:
     """The address of a row's page table."""
-    address: int = get_address(step[_S.TABLES] + row * 8)
+    address: int = layer[_L.TABLE] + get_i32(step[_S.ROW_SLOT] + row * 4) * step[_S.TABLE_BYTES]
     return address
 
 
 @part
-def attention_phase(kv: Any, member: Member, phase: int, step: Any, window: int, constants: Any, scratch: int) -> None:
+def attention_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, constants: Any, scratch: int) -> None:
     """Every block of tokens, with each KV head."""
+    window = layer[_L.WINDOW]
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     sharing, size, shaped = heads // kv_heads, value_bytes(kv), 0
     sight = Sight(sharing, window, constants[Constant.SCORE_SCALE], constants[Constant.SCORE_CAP])
@@ -139,8 +155,8 @@ def attention_phase(kv: Any, member: Member, phase: int, step: Any, window: int,
         tokens = min(step[_S.BLOCK_TOKENS], end - token)
         of_head = head * sharing * dim * size
         head_pages = HeadPages(
-            table_of(step, row),
-            step[_S.PAGES],
+            table_of(step, layer, row),
+            layer[_L.PAGES],
             step[_S.PAGE_BYTES],
             step[_S.PAGE_TOKENS],
             dim,
@@ -165,15 +181,49 @@ def attention_phase(kv: Any, member: Member, phase: int, step: Any, window: int,
         release_tiles()
 
 
+@kernel
+def list_items(step: Any) -> None:
+    """List the blocks of tokens that attend, and whose row each token is."""
+    item, block = 0, step[_S.BLOCK_TOKENS]
+    for row in range(step[_S.BATCH_ROWS]):
+        first, end = get_i32(step[_S.ROW_START] + row * 4), get_i32(step[_S.ROW_START] + (row + 1) * 4)
+        for token in range(first, end):
+            put_i32(step[_S.TOKEN_ROW] + token * 4, row)
+            if (token - first) % block == 0:
+                put_i32(step[_S.ITEM_ROW] + item * 4, row)
+                put_i32(step[_S.ITEM_TOKEN] + item * 4, token)
+                item += 1
+    step[_S.ITEMS] = item
+
+
+@kernel
+def begin_phase(kv: Any, member: Member, phase: int, step: Any, scale: float) -> None:
+    """x = embeddings of the ids · scale; the list of what attends."""
+    if member.thread == 0:
+        list_items(step)
+    by, size = splat(np.float32(scale)), value_bytes(kv)
+    pieces = (step[_S.TOKENS] + NORM_ROWS - 1) // NORM_ROWS
+    piece = claim(member, phase, pieces)
+    while piece < pieces:
+        for token in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, step[_S.TOKENS])):
+            x = step[_S.X] + token * step[_S.X_BYTES]
+            row = step[_S.EMBEDDING] + get_address(step[_S.IDS] + token * 8) * step[_S.EMBEDDING_BYTES]
+            for at in range(0, step[_S.EMBEDDING_BYTES] // size, LANES):
+                store(F32, x + at * F32_BYTES, multiply(load(kv, row + at * size), by))
+        piece = claim(member, phase, pieces)
+
+
 @part
-def attend_job(element: Any, kv: Any, member: Member, step: Any, layers: Any, constants: Any, scratch: int) -> None:
-    layer = layers[step[_S.LAYER]]
-    norm_phase(element, member, 0, step, layer[_L.ATTENTION_NORM], constants[Constant.NORM_EPSILON])
-    barrier(member)
+def attend_part(
+    element: Any, kv: Any, member: Member, phase: int, step: Any, layer: Any, constants: Any, scratch: int
+) -> int:
+    """→ the next phase."""
+    norm_phase(element, member, phase, step, layer[_L.ATTENTION_NORM], constants[Constant.NORM_EPSILON])
+    phase = end_phase(member, phase)
     product_phase(
         element,
         member,
-        1,
+        phase,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
         step[_S.TOKENS],
@@ -185,11 +235,11 @@ def attend_job(element: Any, kv: Any, member: Member, step: Any, layers: Any, co
         step[_S.QKV],
         step[_S.QKV_BYTES],
     )
-    barrier(member)
-    rotary_phase(kv, member, 2, step, layer, constants[Constant.NORM_EPSILON], scratch)
-    barrier(member)
-    attention_phase(kv, member, 3, step, layer[_L.WINDOW], constants, scratch)
-    barrier(member)
+    phase = end_phase(member, phase)
+    rotary_phase(kv, member, phase, step, layer, constants[Constant.NORM_EPSILON], scratch)
+    phase = end_phase(member, phase)
+    attention_phase(kv, member, phase, step, layer, constants, scratch)
+    return end_phase(member, phase)
 
 
 @kernel
@@ -206,8 +256,8 @@ def residual_phases(
     norm: int,
     epsilon: float,
     scratch: int,
-) -> None:
-    """x += rows · weights, which are normalized before where there is a norm for it; phases `phase` and the next."""
+) -> int:
+    """x += rows · weights, which are normalized before where there is a norm for it → the next phase."""
     tokens, tiles, x_bytes = step[_S.TOKENS], step[_S.WIDTH_TILES], step[_S.X_BYTES]
     if norm == 0:
         adding_phase(
@@ -225,8 +275,7 @@ def residual_phases(
             step[_S.X],
             x_bytes,
         )
-        barrier(member)
-        return
+        return end_phase(member, phase)
     added = step[_S.ADDED]
     product_phase(
         element,
@@ -243,28 +292,30 @@ def residual_phases(
         added,
         x_bytes,
     )
-    barrier(member)
+    phase = end_phase(member, phase)
     pieces = (tokens + NORM_ROWS - 1) // NORM_ROWS
-    piece = claim(member, phase + 1, pieces)
+    piece = claim(member, phase, pieces)
     while piece < pieces:
         for row in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, tokens)):
             add_normalized(added + row * x_bytes, norm, step[_S.WIDTH], epsilon, step[_S.X] + row * x_bytes)
-        piece = claim(member, phase + 1, pieces)
-    barrier(member)
+        piece = claim(member, phase, pieces)
+    return end_phase(member, phase)
 
 
 @part
-def mlp_job(element: Any, kv: Any, member: Member, step: Any, layers: Any, constants: Any, scratch: int) -> None:
-    layer = layers[step[_S.LAYER]]
+def mlp_part(
+    element: Any, kv: Any, member: Member, phase: int, step: Any, layer: Any, constants: Any, scratch: int
+) -> int:
+    """→ the next phase."""
     tokens, epsilon = step[_S.TOKENS], constants[Constant.NORM_EPSILON]
     if step[_S.ATTENDED_INPUT] != step[_S.ATTENDED]:
         width = (step[_S.HEADS] * step[_S.HEAD_DIM] + GROUP - 1) // GROUP * GROUP
-        input_phase(element, kv, member, 4, step, width)
-        barrier(member)
-    residual_phases(
+        input_phase(element, kv, member, phase, step, width)
+        phase = end_phase(member, phase)
+    phase = residual_phases(
         element,
         member,
-        5,
+        phase,
         step,
         step[_S.ATTENDED_INPUT],
         step[_S.ATTENDED_INPUT_BYTES],
@@ -275,13 +326,13 @@ def mlp_job(element: Any, kv: Any, member: Member, step: Any, layers: Any, const
         epsilon,
         scratch,
     )
-    norm_phase(element, member, 7, step, layer[_L.MLP_NORM], epsilon)
-    barrier(member)
+    norm_phase(element, member, phase, step, layer[_L.MLP_NORM], epsilon)
+    phase = end_phase(member, phase)
     gated_phase(
         element,
         step[_S.ACTIVATION],
         member,
-        8,
+        phase,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
         tokens,
@@ -293,11 +344,11 @@ def mlp_job(element: Any, kv: Any, member: Member, step: Any, layers: Any, const
         step[_S.ACT],
         step[_S.ACT_BYTES],
     )
-    barrier(member)
-    residual_phases(
+    phase = end_phase(member, phase)
+    return residual_phases(
         element,
         member,
-        9,
+        phase,
         step,
         step[_S.ACT],
         step[_S.ACT_BYTES],
@@ -322,13 +373,14 @@ def cap_phase(member: Member, phase: int, step: Any, cap: float) -> None:
 
 
 @part
-def output_job(element: Any, member: Member, step: Any, constants: Any, scratch: int) -> None:
-    norm_phase(element, member, 11, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
-    barrier(member)
+def output_part(element: Any, member: Member, phase: int, step: Any, constants: Any, scratch: int) -> int:
+    """→ the next phase."""
+    norm_phase(element, member, phase, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
+    phase = end_phase(member, phase)
     product_phase(
         element,
         member,
-        12,
+        phase,
         step[_S.ROWS],
         step[_S.ROWS_BYTES],
         step[_S.TOKENS],
@@ -340,33 +392,40 @@ def output_job(element: Any, member: Member, step: Any, constants: Any, scratch:
         step[_S.LOGITS],
         step[_S.LOGITS_BYTES],
     )
-    barrier(member)
+    phase = end_phase(member, phase)
     if constants[Constant.LOGITS_CAP] > 0:
-        cap_phase(member, 13, step, constants[Constant.LOGITS_CAP])
-        barrier(member)
+        cap_phase(member, phase, step, constants[Constant.LOGITS_CAP])
+        phase = end_phase(member, phase)
+    return phase
 
 
 @part
-def copy_job(member: Member, step: Any) -> None:
+def copy_part(member: Member, phase: int, step: Any) -> int:
+    """→ the next phase."""
     to = Pages(step[_S.TO_POOL], step[_S.TO_NUMBERS], step[_S.TO_PAGE_BYTES], step[_S.TO_LAYER_BYTES])
     source = Pages(step[_S.FROM_POOL], step[_S.FROM_NUMBERS], step[_S.FROM_PAGE_BYTES], step[_S.FROM_LAYER_BYTES])
-    copy_phase(member, 14, step[_S.COPY_PAGES], step[_S.COPY_LAYERS], step[_S.COPY_BYTES], to, source)
-    barrier(member)
+    copy_phase(member, phase, step[_S.COPY_PAGES], step[_S.COPY_LAYERS], step[_S.COPY_BYTES], to, source)
+    return end_phase(member, phase)
 
 
 @part
 def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread: int) -> None:
     member = Member(step[_S.CELLS], step[_S.THREADS], thread)
     scratch = step[_S.SCRATCH] + thread * step[_S.SCRATCH_BYTES]
-    job = step[_S.JOB]
-    if job & ATTEND:
-        attend_job(element, kv, member, step, layers, constants, scratch)
-    if job & MLP:
-        mlp_job(element, kv, member, step, layers, constants, scratch)
+    job, phase = step[_S.JOB], 0
+    if job & BEGIN:
+        begin_phase(kv, member, phase, step, constants[Constant.EMBEDDING_SCALE])
+        phase = end_phase(member, phase)
+    for number in range(step[_S.FIRST_LAYER], step[_S.END_LAYER]):
+        layer = layers[number]
+        if job & ATTEND:
+            phase = attend_part(element, kv, member, phase, step, layer, constants, scratch)
+        if job & MLP:
+            phase = mlp_part(element, kv, member, phase, step, layer, constants, scratch)
     if job & OUTPUT:
-        output_job(element, member, step, constants, scratch)
+        phase = output_part(element, member, phase, step, constants, scratch)
     if job & COPY:
-        copy_job(member, step)
+        copy_part(member, phase, step)
 
 
 @numba.njit(**KERNEL_OPTIONS)  # type: ignore[untyped-decorator]

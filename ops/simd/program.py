@@ -48,6 +48,11 @@ class Program:
         self.step[StepField.JOB] = job
         self._execute(0)
 
+    def run_layers(self, job: int, first: int, end: int) -> None:
+        """The same for the parts of a job that go from layer `first` to the one before `end`."""
+        self.step[StepField.FIRST_LAYER], self.step[StepField.END_LAYER] = first, end
+        self.run(job)
+
     def copy(self, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages) -> None:
         """Copy `size_bytes` in each layer of so many pages, on all threads."""
         self.step[StepField.COPY_PAGES : StepField.FROM_LAYER_BYTES + 1] = (pages, layers, size_bytes, *to, *source)

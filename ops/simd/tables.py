@@ -10,18 +10,22 @@ from __future__ import annotations
 from enum import IntEnum, auto
 from typing import Final
 
-ATTEND: Final = 1
-MLP: Final = 2
-OUTPUT: Final = 4
-COPY: Final = 8
-STOP: Final = 16
+BEGIN: Final = 1
+ATTEND: Final = 2
+MLP: Final = 4
+OUTPUT: Final = 8
+COPY: Final = 16
+STOP: Final = 32
 
 
 class StepField(IntEnum):
     """Columns of the step's table (int64)."""
 
     JOB = 0
-    LAYER = auto()
+    """Parts of it, added up."""
+    FIRST_LAYER = auto()
+    """Of the layers that the job computes; the first one that it does not."""
+    END_LAYER = auto()
     CELLS = auto()
     """The team's counters."""
     THREADS = auto()
@@ -57,26 +61,31 @@ class StepField(IntEnum):
     # The step.
     TOKENS = auto()
     """Rows of x."""
-    ITEMS = auto()
-    """Blocks of tokens that attend."""
-    ITEM_ROW = auto()
-    """Addresses of int32 arrays: an item's row of the batch and its first token; a row's first token, its length, its
-    context; a token's row and position; the page table, by row."""
-    ITEM_TOKEN = auto()
-    BLOCK_TOKENS = auto()
+    IDS = auto()
+    """Address of int64 [tokens]."""
+    BATCH_ROWS = auto()
+    ROW_SLOT = auto()
+    """Addresses of int32 arrays of the batch: a row's slot, its first token, its context; a token's position."""
     ROW_START = auto()
     ROW_KV_LEN = auto()
-    TOKEN_ROW = auto()
     POSITIONS = auto()
-    TABLES = auto()
-    """Address of int64 [rows]: each row's part of the page table."""
-    PAGES = auto()
-    """Address of the layer's pages."""
+    ITEMS = auto()
+    """Blocks of tokens that attend. The program lists them (`decoder.list_items`)."""
+    ITEM_ROW = auto()
+    """Addresses of int32 arrays: an item's row of the batch and its first token; a token's row."""
+    ITEM_TOKEN = auto()
+    TOKEN_ROW = auto()
+    BLOCK_TOKENS = auto()
+    TABLE_BYTES = auto()
+    """From a slot's page table to the next one's."""
     PAGE_BYTES = auto()
     PAGE_TOKENS = auto()
     HEAD_PLANE_BYTES = auto()
     """A head's keys of a page, or its values."""
-    # Buffers.
+    # Buffers, and weights outside the layers.
+    EMBEDDING = auto()
+    """Of KV's elements, rows of so many bytes."""
+    EMBEDDING_BYTES = auto()
     X = auto()
     ADDED = auto()
     """What is normalized before it is added to x."""
@@ -109,9 +118,13 @@ class StepField(IntEnum):
 
 
 class LayerField(IntEnum):
-    """Columns of the table of layers (int64): addresses of weights, 0 where the model has none, and the window."""
+    """Columns of the table of layers (int64): addresses of weights, 0 where the model has none, of pages and page
+    tables, and the window."""
 
-    ATTENTION_NORM = 0
+    PAGES = 0
+    TABLE = auto()
+    """int32 [slots, pages of the longest context]."""
+    ATTENTION_NORM = auto()
     QKV = auto()
     QKV_PANEL_BYTES = auto()
     """From one panel of 16 columns to the next."""
@@ -136,7 +149,8 @@ class LayerField(IntEnum):
 class Constant(IntEnum):
     """Columns of the table of constants (float64)."""
 
-    NORM_EPSILON = 0
+    EMBEDDING_SCALE = 0
+    NORM_EPSILON = auto()
     SCORE_SCALE = auto()
     SCORE_CAP = auto()
     LOGITS_CAP = auto()

@@ -10,7 +10,7 @@ where those of the phase before did: what it fetches ahead is what it needs next
 
 in     jobs, from the thread that owns the team
 out    a job's effects
-state  counters in memory (`cells`): jobs begun, arrivals at barriers, sleepers, claims in each phase
+state  counters in memory (`cells`): jobs begun, arrivals at barriers, sleepers, two sets of claims
 owner  the main thread begins jobs; counters change by atomic instructions only
 ready  after a job's last barrier
 end    a job that says stop
@@ -44,12 +44,10 @@ SPIN_NS: Final = 50_000
 """A thread waits awake for so long: a phase of a decode step lasts 5 to 100 µs, waking a sleeper takes 50."""
 LINE_BYTES: Final = 64
 """Counters stand a cache line apart."""
-PHASES: Final = 16
-"""Phases with claims that a job may have."""
-
 _JOBS: Final = 0 * LINE_BYTES
 _ARRIVALS: Final = 2 * LINE_BYTES
 _CLAIMS: Final = 4 * LINE_BYTES
+_CLAIM_SETS: Final = 2
 _SLEEPERS: Final = LINE_BYTES
 """From a counter to the number of those that sleep until it grows."""
 
@@ -70,7 +68,7 @@ class Member(NamedTuple):
 
 def new_cells(threads: int) -> NDArray[np.int64]:
     """Zeroed counters of a team; they start at a cache line."""
-    words = np.zeros((4 + PHASES * threads) * LINE_BYTES // 8 + 7, np.int64)
+    words = np.zeros((4 + _CLAIM_SETS * threads) * LINE_BYTES // 8 + 7, np.int64)
     return words[-(words.ctypes.data // 8) % 8 :]
 
 
@@ -159,9 +157,9 @@ def wait_for(cell: int, target: int) -> None:
 
 @kernel
 def begin_job(cells: int, threads: int) -> None:
-    """In the main thread: the claims start anew, and all helpers run the job that the arguments describe."""
-    for counter in range(PHASES * threads):
-        reset(cells + _CLAIMS + counter * LINE_BYTES)
+    """In the main thread: the claims of phase 0 start anew, and all helpers run the job that the arguments describe."""
+    for owner in range(threads):
+        reset(cells + _CLAIMS + owner * LINE_BYTES)
     if threads > 1:
         fetch_add(cells + _JOBS, 1)
         if look(cells + _JOBS + _SLEEPERS) > 0:
@@ -175,17 +173,29 @@ def await_job(cells: int, number: int) -> None:
 
 
 @kernel
-def barrier(member: Member) -> None:
-    """Until all threads are here."""
+def claims_of(member: Member, phase: int, owner: int) -> int:
+    """The address of what was claimed of a thread's range."""
+    return member.cells + _CLAIMS + (phase % _CLAIM_SETS * member.threads + owner) * LINE_BYTES
+
+
+@kernel
+def end_phase(member: Member, phase: int) -> int:
+    """Until all threads are here → the number of the next phase.
+
+    Two sets of claims take turns. The next phase's were those of the phase before this one, of which nobody claims any
+    more: each thread makes its own new before it says that it is here.
+    """
     cells, threads = member.cells, member.threads
+    reset(claims_of(member, phase + 1, member.thread))
     if threads == 1:
-        return
+        return phase + 1
     arrived = fetch_add(cells + _ARRIVALS, 1) + 1
     everyone = (arrived + threads - 1) // threads * threads
     if arrived < everyone:
         wait_for(cells + _ARRIVALS, everyone)
     elif look(cells + _ARRIVALS + _SLEEPERS) > 0:
         wake_all(cells + _ARRIVALS)
+    return phase + 1
 
 
 @kernel
@@ -195,7 +205,7 @@ def claim(member: Member, phase: int, pieces: int) -> int:
     for further in range(threads):
         owner = (member.thread + further) % threads
         first, end = pieces * owner // threads, pieces * (owner + 1) // threads
-        cell = member.cells + _CLAIMS + (phase * threads + owner) * LINE_BYTES
+        cell = claims_of(member, phase, owner)
         if look(cell) < end - first:
             piece: int = first + fetch_add(cell, 1)
             if piece < end:

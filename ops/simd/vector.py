@@ -155,6 +155,11 @@ def get_i32(b: Builder, address: Value) -> Value:
     return b.sext(load_from(b, address, i32, 4), i64)
 
 
+@instruction(NOTHING, ADDRESS, INT)
+def put_i32(b: Builder, address: Value, value: Value) -> None:
+    store_to(b, address, b.trunc(value, i32), 4)
+
+
 @instruction(FLOAT, INT)
 def as_f32(b: Builder, bits: Value) -> Value:
     """The float32 of the low 32 bits."""

@@ -93,9 +93,8 @@ class Forced:
             chunk = ids[start : start + CHUNK_TOKENS]
             batch = self._batch(start, len(chunk))
             places = {layer: (0, layer) for layer in range(self._model.config.layers)}
-            positions = torch.from_numpy(batch.positions.astype(np.int64))
             kv = StepKv(batch, [self._pool], places, {}, cpu_streams().compute)
-            hidden = self._model.forward(torch.tensor(chunk), positions, kv, torch.arange(len(chunk)))
+            hidden = self._model.forward(np.array(chunk), kv, np.arange(len(chunk)))
             for rows in hidden.split(64):  # type: ignore[no-untyped-call]
                 found += self._model.logits(rows).argmax(-1).tolist()
         return found

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from ops.driver import Driver, Feed
 from ops.slot_inits import SlotInit
 from ops.small_llama import SmallLlama
@@ -166,7 +167,7 @@ def test_each_layer_is_loaded_when_it_is_about_to_compute(small_model: Path, ker
     model = driver.model
     forward = model.forward
 
-    def watched(ids: torch.Tensor, positions: torch.Tensor, kv: StepKv, keep: torch.Tensor) -> torch.Tensor:
+    def watched(ids: NDArray[np.int64], kv: StepKv, keep: NDArray[np.int64]) -> torch.Tensor:
         bring = kv.bring
 
         def watched_bring(layer: int) -> tuple[KvPool, int]:
@@ -176,7 +177,7 @@ def test_each_layer_is_loaded_when_it_is_about_to_compute(small_model: Path, ker
             return place
 
         kv.bring = watched_bring  # type: ignore[method-assign]
-        return forward(ids, positions, kv, keep)
+        return forward(ids, kv, keep)
 
     model.forward = watched  # type: ignore[method-assign]
     driver.run(Feed(1, [3]), loads=[(0, loaded)])
