@@ -20,6 +20,7 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.config import ModelConfig, Rope
 from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.rotary import Rotary
+from headrace.ops.shared_prefixes import SharedPrefixes
 from headrace.ops.simd.attention import block_tokens, scratch_bytes
 from headrace.ops.simd.compiler import Elements
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes
@@ -27,11 +28,12 @@ from headrace.ops.simd.instructions import LANES
 from headrace.ops.simd.packing import pack, pack_groups, paired, paired_rows, round_up
 from headrace.ops.simd.products import PRODUCT_SCRATCH_BYTES
 from headrace.ops.simd.program import Program
+from headrace.ops.simd.softmax import KEYS
 from headrace.ops.simd.tables import ATTEND, BEGIN, GELU, MLP, OUTPUT, SILU, Constant, LayerField, StepField
 from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.step_kv import StepKv
-from headrace.ops.wire import I32
+from headrace.ops.wire import I32, ForwardBatch
 
 F32_BYTES: Final = 4
 ROOM_ROWS: Final = 64
@@ -55,6 +57,8 @@ class CompiledDecoder:
         self._room = 0
         self._pools: Sequence[KvPool] = ()
         """Whose addresses the tables hold."""
+        self._sharing_pool: KvPool | None = None
+        """Whose page tables say which requests share a prefix."""
         left_out = {StepField.LOGITS} if config.post_norms else {StepField.LOGITS, StepField.ADDED}
         self._buffered = tuple(field for field in _ROW_BYTES if field not in left_out)
         self._program = Program(self._elements, kv, config.layers, threads)
@@ -202,9 +206,13 @@ class CompiledDecoder:
             (StepField.GATE_UP_TILES, -(-config.intermediate // GROUP)),
             (StepField.LOGITS_TILES, -(-config.vocab_size // TILE_COLUMNS)),
             (StepField.BLOCK_TOKENS, block_tokens(sharing)),
+            (StepField.BUNDLES, 0),
             (StepField.SCRATCH_BYTES, round_up(scratch, 4096)),
         ):
             step[field] = value
+        # Two pieces for each thread, if there are enough rows.
+        parts = -(-2 * self._program.threads // config.kv_heads) if self._program.threads > 1 else 1
+        self._shared = SharedPrefixes(KEYS, block_tokens(sharing), parts)
         self._scratch = torch.zeros(int(step[StepField.SCRATCH_BYTES]) * self._program.threads, dtype=torch.uint8)
         step[StepField.SCRATCH] = self._scratch.data_ptr()
         constants = self._program.constants
@@ -254,12 +262,26 @@ class CompiledDecoder:
         batch, step = kv.batch, self._program.step
         if kv.pools is not self._pools:
             self._describe_pools(kv)
-        step[StepField.TOKENS], step[StepField.BATCH_ROWS] = len(ids), len(batch.row_slot)
+        tokens = len(ids)
+        step[StepField.TOKENS], step[StepField.BATCH_ROWS] = tokens, len(batch.row_slot)
         step[StepField.IDS] = ids.ctypes.data
         step[StepField.ROW_SLOT] = _address(batch.row_slot)
         step[StepField.ROW_START] = _address(batch.row_start)
         step[StepField.ROW_KV_LEN] = _address(batch.row_kv_len)
         step[StepField.POSITIONS] = _address(batch.positions)
+        step[StepField.BUNDLES] = 0
+        if self._sharing_pool is not None and tokens > 1:
+            self._describe_bundles(batch, self._sharing_pool)
+
+    def _describe_bundles(self, batch: ForwardBatch, pool: KvPool) -> None:
+        step, singles = self._program.step, np.flatnonzero(np.diff(batch.row_start) == 1)
+        bundles = self._shared.find(batch.row_slot, batch.row_kv_len, singles, pool.table, pool.page_tokens)
+        step[StepField.BUNDLES] = len(bundles.shared)
+        if len(bundles.shared):
+            step[StepField.BUNDLE_ROWS] = _address(bundles.rows)
+            step[StepField.BUNDLE_START] = _address(bundles.start)
+            step[StepField.BUNDLE_SHARED] = _address(bundles.shared)
+            step[StepField.ROW_BUNDLED] = _address(bundles.bundled)
 
     def _describe_pools(self, kv: StepKv) -> None:
         step, layers, (pool, _) = self._program.step, self._program.layers, kv.place(0)
@@ -268,8 +290,12 @@ class CompiledDecoder:
         step[StepField.PAGE_TOKENS] = pool.page_tokens
         step[StepField.HEAD_PLANE_BYTES] = plane_bytes
         step[StepField.PAGE_BYTES] = 2 * pool.shape.kv_heads * plane_bytes
+        self._sharing_pool = None
         for layer, row in enumerate(layers):
             pool, index = kv.place(layer)
+            if self._sharing_pool is None and not row[LayerField.WINDOW]:
+                self._sharing_pool = pool
+            row[LayerField.SHARES] = pool is self._sharing_pool and not row[LayerField.WINDOW]
             assert pool.table.strides[0] == step[StepField.TABLE_BYTES] and pool.pages.dtype == self._kv_dtype
             row[LayerField.PAGES], row[LayerField.TABLE] = pool.layer(index).data_ptr(), pool.table.ctypes.data
         self._pools = kv.pools

@@ -80,11 +80,19 @@ def scratch_parts(scratch: int, rows: int, head_dim: int) -> Scratch:
     return Scratch(scratch, biases, totals, queries, scores, weights, mixed, mixed + rows * head_dim * F32_BYTES)
 
 
-def scratch_bytes(sharing: int, head_dim: int) -> int:
-    """Bytes that a thread needs for a block."""
-    rows = -(-block_tokens(sharing) * sharing // TILE_ROWS) * TILE_ROWS
+def bytes_of_parts(rows: int, head_dim: int) -> int:
+    """Of `Scratch`'s, for so many rows."""
+    rows = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     row_values = 1 + LANES + 2 * head_dim + 2 * KEYS
     return LINE_BYTES + F32_BYTES * (rows * row_values + 2 * KEYS * head_dim)
+
+
+part_bytes: Final = kernel(bytes_of_parts)
+
+
+def scratch_bytes(sharing: int, head_dim: int) -> int:
+    """Bytes that a thread needs: for a block, or a bundle and the rows of one token."""
+    return bytes_of_parts(block_tokens(sharing) * sharing, head_dim) + bytes_of_parts(sharing, head_dim)
 
 
 class HeadPages(NamedTuple):
@@ -226,6 +234,47 @@ def _attend_keys_of(
 
 
 @kernel
+def shape_for(kv: Any, rows: int, shaped: int) -> int:
+    """Shape the thread's tiles for so many rows, if it has any and they have another shape → the rows they have now."""
+    if in_tiles(kv) != 0 and min(rows, TILE_ROWS) != shaped:
+        shaped = min(rows, TILE_ROWS)
+        shape_tiles(shaped)
+    return shaped
+
+
+@kernel
+def attend_keys(kv: Any, head: Any, sight: Any, tokens: int, position: int, first: int, end: int, parts: Any) -> int:
+    """What keys [first, end) add to the rows of `tokens` tokens from `position` on → where the totals of their weights
+    are. `first` is a multiple of 64, and so is `end` if more keys follow. `parts`: the rows' `Scratch`."""
+    head_dim, rows = head.head_dim, tokens * sight.sharing
+    whole_groups, head_bytes = head.page_tokens % LANES == 0, head_dim * value_bytes(kv)
+    if whole_groups:
+        find_groups(kv, head, first, end, parts.found + first // KEYS % 2 * GROUPS * 8)
+    for start in range(first, end, KEYS):
+        across, here = head.values - head.keys, parts.found + start // KEYS % 2 * GROUPS * 8
+        ahead = here
+        if not whole_groups:
+            across = GROUPS * LANES * head_bytes
+            gather_groups(kv, head, start, end, here, parts.gathered)
+        elif start + KEYS < end:
+            # Pages lie anywhere: no prefetcher of the CPU guesses the next one.
+            ahead = parts.found + (start // KEYS + 1) % 2 * GROUPS * 8
+            find_groups(kv, head, start + KEYS, end, ahead)
+        seen = position + 1 - start
+        _attend_keys(kv, sight, rows, head_dim, seen, min(KEYS, end - start), here, ahead, across, whole_groups, parts)
+    totals: int = parts.totals
+    return totals
+
+
+@kernel
+def put_mixed(kv: Any, head_dim: int, totals: int, mixed: int, to: int) -> None:
+    """A row's mixed values, over the sum of its weights."""
+    share = share_of(totals)
+    for at in range(0, head_dim, LANES):
+        store(kv, to + at * value_bytes(kv), multiply(load(F32, mixed + at * F32_BYTES), share))
+
+
+@kernel
 def attend_block(
     kv: Any,
     head: Any,
@@ -250,36 +299,16 @@ def attend_block(
     rows = tokens * sharing
     parts = scratch_parts(scratch, rows, head_dim)
     head_bytes, mixed_bytes = head_dim * size, head_dim * F32_BYTES
-    end = position + tokens
     first = max(0, position + 1 - window) // KEYS * KEYS if window > 0 else 0
-    whole_groups = head.page_tokens % LANES == 0
-    if whole_groups:
-        find_groups(kv, head, first, end, parts.found + first // KEYS % 2 * GROUPS * 8)
-    if in_tiles(kv) != 0 and min(rows, TILE_ROWS) != shaped:
-        shaped = min(rows, TILE_ROWS)
-        shape_tiles(shaped)
+    shaped = shape_for(kv, rows, shaped)
     for row in range(rows):
         source = queries + row // sharing * query_bytes + row % sharing * head_bytes
         for at in range(0, head_dim, LANES):
             store(kv, parts.queries + row * head_bytes + at * size, load(kv, source + at * size))
             store(F32, parts.mixed + row * mixed_bytes + at * F32_BYTES, zeros())
     begin_rows(rows, parts.biases, parts.totals)
-    for start in range(first, end, KEYS):
-        across, here = head.values - head.keys, parts.found + start // KEYS % 2 * GROUPS * 8
-        ahead = here
-        if not whole_groups:
-            across = GROUPS * LANES * head_bytes
-            gather_groups(kv, head, start, end, here, parts.gathered)
-        elif start + KEYS < end:
-            # Pages lie anywhere: no prefetcher of the CPU guesses the next one.
-            ahead = parts.found + (start // KEYS + 1) % 2 * GROUPS * 8
-            find_groups(kv, head, start + KEYS, end, ahead)
-        seen = position + 1 - start
-        _attend_keys(kv, sight, rows, head_dim, seen, min(KEYS, end - start), here, ahead, across, whole_groups, parts)
+    totals = attend_keys(kv, head, sight, tokens, position, first, position + tokens, parts)
     for row in range(rows):
         to = out + row // sharing * out_bytes + row % sharing * head_bytes
-        share = share_of(parts.totals + row * VECTOR_BYTES)
-        for at in range(0, head_dim, LANES):
-            mixed = load(F32, parts.mixed + row * mixed_bytes + at * F32_BYTES)
-            store(kv, to + at * size, multiply(mixed, share))
+        put_mixed(kv, head_dim, totals + row * VECTOR_BYTES, parts.mixed + row * mixed_bytes, to)
     return shaped

@@ -25,6 +25,7 @@ import numpy as np
 
 from headrace.ops.simd.amx import release_tiles
 from headrace.ops.simd.attention import HeadPages, attend_block
+from headrace.ops.simd.bundles import BatchRows, attend_bundle, in_table, table_of
 from headrace.ops.simd.copies import Pages, copy_phase
 from headrace.ops.simd.inputs import GROUP, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel, part
@@ -80,7 +81,7 @@ def rotary_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, eps
     their pages."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     rotary_dim, page_tokens = step[_S.ROTARY_DIM], step[_S.PAGE_TOKENS]
-    packed = page_tokens % LANES == 0
+    packed, rows = page_tokens % LANES == 0, rows_of(step, layer)
     pieces = (step[_S.TOKENS] + NORM_ROWS - 1) // NORM_ROWS
     piece = claim(member, phase, pieces)
     while piece < pieces:
@@ -99,7 +100,7 @@ def rotary_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, eps
             for head in range(heads):
                 to = queries + head * dim * value_bytes(kv)
                 rotate_head(kv, qkv + head * dim * F32_BYTES, turns, rotary_dim, dim, to)
-            table = table_of(step, layer, get_i32(step[_S.TOKEN_ROW] + token * 4))
+            table = table_of(rows, get_i32(step[_S.TOKEN_ROW] + token * 4))
             page = layer[_L.PAGES] + get_i32(table + position // page_tokens * 4) * step[_S.PAGE_BYTES]
             for head in range(kv_heads):
                 key = qkv + (heads + head) * dim * F32_BYTES
@@ -130,32 +131,38 @@ def input_phase(element: Any, kv: Any, member: Member, phase: int, step: Any, wi
 
 
 @kernel
-def table_of(step: Any, layer: Any, row: int) -> int:
-    """The address of a row's page table."""
-    address: int = layer[_L.TABLE] + get_i32(step[_S.ROW_SLOT] + row * 4) * step[_S.TABLE_BYTES]
-    return address
+def rows_of(step: Any, layer: Any) -> BatchRows:
+    return BatchRows(
+        step[_S.ROW_START],
+        step[_S.ROW_KV_LEN],
+        step[_S.ROW_SLOT],
+        layer[_L.TABLE],
+        step[_S.TABLE_BYTES],
+    )
 
 
 @part
 def attention_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, constants: Any, scratch: int) -> None:
-    """Every block of tokens, with each KV head."""
+    """Every block of tokens, with each KV head; bundles instead of their rows where the layer's pages are shared."""
     window = layer[_L.WINDOW]
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     sharing, size, shaped = heads // kv_heads, value_bytes(kv), 0
     sight = Sight(sharing, window, constants[Constant.SCORE_SCALE], constants[Constant.SCORE_CAP])
-    pieces = step[_S.ITEMS] * kv_heads
+    items, bundles = step[_S.ITEMS], 0
+    if layer[_L.SHARES] != 0:
+        items, bundles = step[_S.FREE_ITEMS], step[_S.BUNDLES]
+    pieces = (items + bundles) * kv_heads
+    rows = rows_of(step, layer)
     # The last blocks of a chunk see the most: they come first, and are the last thread's, as their rows are.
     backwards = Member(member.cells, member.threads, member.threads - 1 - member.thread)
     piece = claim(backwards, phase, pieces)
     while piece < pieces:
-        item, head = step[_S.ITEMS] - 1 - piece // kv_heads, piece % kv_heads
-        row = get_i32(step[_S.ITEM_ROW] + item * 4)
-        token = get_i32(step[_S.ITEM_TOKEN] + item * 4)
-        end = get_i32(step[_S.ROW_START] + (row + 1) * 4)
-        tokens = min(step[_S.BLOCK_TOKENS], end - token)
+        item, head = items + bundles - 1 - piece // kv_heads, piece % kv_heads
         of_head = head * sharing * dim * size
-        head_pages = HeadPages(
-            table_of(step, layer, row),
+        queries, out = step[_S.QUERIES] + of_head, step[_S.ATTENDED] + of_head
+        query_bytes, out_bytes = step[_S.QUERY_BYTES], step[_S.ATTENDED_BYTES]
+        pages = HeadPages(
+            0,
             layer[_L.PAGES],
             step[_S.PAGE_BYTES],
             step[_S.PAGE_TOKENS],
@@ -163,19 +170,41 @@ def attention_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, 
             head * step[_S.HEAD_PLANE_BYTES],
             (kv_heads + head) * step[_S.HEAD_PLANE_BYTES],
         )
-        shaped = attend_block(
-            kv,
-            head_pages,
-            step[_S.QUERIES] + token * step[_S.QUERY_BYTES] + of_head,
-            step[_S.QUERY_BYTES],
-            tokens,
-            get_i32(step[_S.ROW_KV_LEN] + row * 4) - end + token,
-            sight,
-            scratch,
-            step[_S.ATTENDED] + token * step[_S.ATTENDED_BYTES] + of_head,
-            step[_S.ATTENDED_BYTES],
-            shaped,
-        )
+        if item < items:
+            row = get_i32(step[_S.ITEM_ROW] + item * 4)
+            token = get_i32(step[_S.ITEM_TOKEN] + item * 4)
+            end = get_i32(step[_S.ROW_START] + (row + 1) * 4)
+            shaped = attend_block(
+                kv,
+                in_table(pages, table_of(rows, row)),
+                queries + token * query_bytes,
+                query_bytes,
+                min(step[_S.BLOCK_TOKENS], end - token),
+                get_i32(step[_S.ROW_KV_LEN] + row * 4) - end + token,
+                sight,
+                scratch,
+                out + token * out_bytes,
+                out_bytes,
+                shaped,
+            )
+        else:
+            bundle = item - items
+            first = get_i32(step[_S.BUNDLE_START] + bundle * 4)
+            shaped = attend_bundle(
+                kv,
+                pages,
+                rows,
+                step[_S.BUNDLE_ROWS] + first * 4,
+                get_i32(step[_S.BUNDLE_START] + (bundle + 1) * 4) - first,
+                get_i32(step[_S.BUNDLE_SHARED] + bundle * 4),
+                queries,
+                query_bytes,
+                sight,
+                scratch,
+                out,
+                out_bytes,
+                shaped,
+            )
         piece = claim(backwards, phase, pieces)
     if shaped > 0:
         release_tiles()
@@ -183,16 +212,21 @@ def attention_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, 
 
 @kernel
 def list_items(step: Any) -> None:
-    """List the blocks of tokens that attend, and whose row each token is."""
-    item, block = 0, step[_S.BLOCK_TOKENS]
-    for row in range(step[_S.BATCH_ROWS]):
-        first, end = get_i32(step[_S.ROW_START] + row * 4), get_i32(step[_S.ROW_START] + (row + 1) * 4)
-        for token in range(first, end):
-            put_i32(step[_S.TOKEN_ROW] + token * 4, row)
-            if (token - first) % block == 0:
-                put_i32(step[_S.ITEM_ROW] + item * 4, row)
-                put_i32(step[_S.ITEM_TOKEN] + item * 4, token)
-                item += 1
+    """List the blocks of tokens that attend, those of bundles last, and whose row each token is."""
+    item, block, bundles = 0, step[_S.BLOCK_TOKENS], step[_S.BUNDLES]
+    for bundled in range(2 if bundles > 0 else 1):
+        for row in range(step[_S.BATCH_ROWS]):
+            if bundles > 0 and get_i32(step[_S.ROW_BUNDLED] + row * 4) != bundled:
+                continue
+            first, end = get_i32(step[_S.ROW_START] + row * 4), get_i32(step[_S.ROW_START] + (row + 1) * 4)
+            for token in range(first, end):
+                put_i32(step[_S.TOKEN_ROW] + token * 4, row)
+                if (token - first) % block == 0:
+                    put_i32(step[_S.ITEM_ROW] + item * 4, row)
+                    put_i32(step[_S.ITEM_TOKEN] + item * 4, token)
+                    item += 1
+        if bundled == 0:
+            step[_S.FREE_ITEMS] = item
     step[_S.ITEMS] = item
 
 

@@ -71,11 +71,21 @@ class StepField(IntEnum):
     POSITIONS = auto()
     ITEMS = auto()
     """Blocks of tokens that attend. The program lists them (`decoder.list_items`)."""
+    FREE_ITEMS = auto()
+    """The first of them, which are of rows in no bundle."""
     ITEM_ROW = auto()
     """Addresses of int32 arrays: an item's row of the batch and its first token; a token's row."""
     ITEM_TOKEN = auto()
     TOKEN_ROW = auto()
     BLOCK_TOKENS = auto()
+    BUNDLES = auto()
+    """Rows that share pages (`shared_prefixes.Bundles`)."""
+    BUNDLE_ROWS = auto()
+    """Addresses of int32 arrays: the bundles' rows, where each bundle begins among them, the tokens that it shares; for
+    each row of the batch whether it is in one."""
+    BUNDLE_START = auto()
+    BUNDLE_SHARED = auto()
+    ROW_BUNDLED = auto()
     TABLE_BYTES = auto()
     """From a slot's page table to the next one's."""
     PAGE_BYTES = auto()
@@ -135,6 +145,8 @@ class LayerField(IntEnum):
     """float32 [positions, rotary_dim]."""
     WINDOW = auto()
     """A token sees itself and so many - 1 before it; 0: all."""
+    SHARES = auto()
+    """1 where rows of a bundle have the same pages: those were compared, and the window is not bounded."""
     OUTPUT = auto()
     OUTPUT_PANEL_BYTES = auto()
     AFTER_ATTENTION = auto()

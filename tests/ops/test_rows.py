@@ -11,14 +11,18 @@ import pytest
 import torch
 from ops.driver import Driver, Feed
 from ops.slot_inits import SlotInit
-from ops.small_llama import VOCAB
+from ops.small_llama import HEADS, KV_HEADS, VOCAB
 from torch import Tensor
 
+from headrace.ops.simd.attention import block_tokens
+from headrace.ops.simd.tables import StepField
 from headrace.ops.simd.target import AMX
 
 SLOTS = 34
 SHORT = 21
 LONG = 150
+SHARED = 144
+"""Tokens of whole pages, whatever their size; 128 of them are read once."""
 SEQUENCE = [int(token) for token in np.random.default_rng(3).integers(0, VOCAB, LONG)]
 
 
@@ -41,7 +45,7 @@ class Watched:
     """A driver, and the logits that its model gave last."""
 
     def __init__(self, model: Path, mode: Mode, threads: int = 1) -> None:
-        self.driver = Driver(model, slots=SLOTS, num_pages=1024, kernels="compiled", threads=threads, **mode._asdict())
+        self.driver = Driver(model, slots=SLOTS, num_pages=2048, kernels="compiled", threads=threads, **mode._asdict())
         inner = self.driver.model.logits
         self._last = torch.empty(0)
 
@@ -61,6 +65,12 @@ class Watched:
         self.driver.launch(feeds)
         assert len(self._last), self.driver.replies[-1]
         return self._last
+
+    @property
+    def bundles(self) -> int:
+        """Of the last step."""
+        step = self.driver.model._program.step  # type: ignore[attr-defined]
+        return int(step[StepField.BUNDLES])
 
     def fresh(self, slot: int) -> None:
         self.driver.begin(SlotInit(slot))
@@ -126,6 +136,49 @@ def test_a_prefix_that_another_request_computed_has_the_same_bits(watched: Watch
     watched.fresh(6)
     watched.driver.share(5, 6, 80)
     assert torch.equal(watched.after(Feed(6, SEQUENCE[80:])), alone)
+
+
+@pytest.mark.parametrize("sharers", [2, 3, 16, 17, 33])
+def test_rows_that_read_the_same_pages_once_have_the_bits_that_they_have_alone(
+    watched: Watched, alone: Tensor, sharers: int
+) -> None:
+    def begin(slot: int) -> None:
+        """Right behind what is shared, in the next page, or in the one after that."""
+        if slot % 3:
+            watched.after(Feed(slot, [slot] * (slot % 3 * 9)))
+
+    expected = []
+    for slot in range(1, sharers):
+        watched.fresh(slot)
+        watched.after(Feed(slot, SEQUENCE[:SHARED]))
+        begin(slot)
+        expected.append(watched.after(Feed(slot, [7])))
+        assert not watched.bundles
+    watched.fresh(0)
+    watched.after(Feed(0, SEQUENCE[:-1]))
+    for slot in range(1, sharers):
+        watched.fresh(slot)
+        watched.driver.share(0, slot, SHARED)
+        begin(slot)
+    found = watched.all_after(*(Feed(slot, [7]) for slot in range(1, sharers)), Feed(0, SEQUENCE[-1:]))
+    assert watched.bundles == -(-sharers // block_tokens(HEADS // KV_HEADS))
+    assert torch.equal(found, torch.stack([*expected, alone]))
+
+
+def test_a_chunk_and_a_stranger_beside_a_bundle_change_no_bits(watched: Watched, alone: Tensor) -> None:
+    watched.fresh(0)
+    watched.after(Feed(0, SEQUENCE[:-1]))
+    for slot in (1, 2):
+        watched.fresh(slot)
+        watched.driver.share(0, slot, SHARED)
+    watched.fresh(3)
+    watched.after(Feed(3, SEQUENCE[:-1]))
+    watched.fresh(4)
+    feeds = [Feed(1, [5]), Feed(3, SEQUENCE[-1:]), Feed(2, [6]), Feed(0, SEQUENCE[-1:]), Feed(4, SEQUENCE[:100])]
+    logits = watched.all_after(*feeds)
+    assert watched.bundles == 1
+    assert torch.equal(logits[1], alone) and torch.equal(logits[3], alone)
+    assert torch.equal(watched.after(Feed(4, SEQUENCE[100:])), alone)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
