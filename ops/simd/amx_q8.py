@@ -171,6 +171,7 @@ def _keep_totals(b: Builder, out: Value, out_bytes: Value, second: Value) -> Non
 
 @kernel
 def _multiply_once(
+    panels: int,
     x: int,
     x_bytes: int,
     rows: int,
@@ -185,8 +186,8 @@ def _multiply_once(
     """At most 32 rows: panel after panel, and in each group after group."""
     after = max(rows - TILE_ROWS, 0)
     group, panel = 0, 0
-    for at in range(PANELS * groups + DISTANCE):
-        if at < PANELS * groups:
+    for at in range(panels * groups + DISTANCE):
+        if at < panels * groups:
             codes = at * group_bytes
             _decode(group_bytes, weights + codes, following + codes, ring + at % _RING * TILE_BYTES)
         if at < DISTANCE:
@@ -203,6 +204,7 @@ def _multiply_once(
 
 @part
 def multiply_codes(
+    panels: int,
     x: int,
     x_bytes: int,
     rows: int,
@@ -214,25 +216,26 @@ def multiply_codes(
     out_bytes: int,
     buffer: int,
 ) -> None:
-    """`rows` rows of bfloat16 times a tile of 64 columns → float32; `following`: the columns that this thread takes
-    next. `buffer`: `PIECE_BYTES` of this thread. Tiles have their shapes: of `rows` rows, or of 16."""
+    """`rows` rows of bfloat16 times 2 or 4 panels of columns → float32; `following`: what this thread reads next.
+    `buffer`: `PIECE_BYTES` of this thread. Tiles have their shapes: of `rows` rows, or of 16."""
     group_bytes = panel_bytes // groups
     if rows <= PASS_ROWS:
-        _multiply_once(x, x_bytes, rows, weights, following, group_bytes, groups, out, out_bytes, buffer)
+        _multiply_once(panels, x, x_bytes, rows, weights, following, group_bytes, groups, out, out_bytes, buffer)
         return
     for first in range(0, groups, PIECE_GROUPS):
         count, before = min(PIECE_GROUPS, groups - first), first * group_bytes
-        for panel in range(PANELS):
+        for panel in range(panels):
             for group in range(count):
                 codes = weights + panel * panel_bytes + before + group * group_bytes
                 _decode(group_bytes, codes, codes, buffer + (panel * count + group) * TILE_BYTES)
         multiply_in_tiles(
             first > 0,
+            panels,
             x + first * TILE_ROW_BYTES,
             x_bytes,
             rows,
             buffer,
-            following + PANELS * before,
+            following + panels * before,
             count * TILE_BYTES,
             count * TILE_ROWS,
             out,

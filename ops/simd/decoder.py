@@ -29,7 +29,15 @@ from headrace.ops.simd.bundles import BatchRows, attend_bundle, in_table, table_
 from headrace.ops.simd.copies import Pages, copy_phase
 from headrace.ops.simd.inputs import GROUP, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel, part
-from headrace.ops.simd.products import TILE_BYTES, adding_phase, gated_phase, product_phase
+from headrace.ops.simd.products import (
+    TILE_BYTES,
+    Matrix,
+    adding_phase,
+    first_columns,
+    gated_phase,
+    part_panels,
+    product_phase,
+)
 from headrace.ops.simd.rows import (
     add_normalized,
     add_row,
@@ -42,6 +50,7 @@ from headrace.ops.simd.rows import (
 from headrace.ops.simd.softmax import Sight, capped
 from headrace.ops.simd.tables import ATTEND, BEGIN, COPY, MLP, OUTPUT, STOP, Constant, LayerField, StepField
 from headrace.ops.simd.team import Member, await_job, begin_job, claim, end_phase
+from headrace.ops.simd.tiles import PANELS
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -76,40 +85,69 @@ def norm_phase(element: Any, member: Member, phase: int, step: Any, weight: int,
 
 
 @kernel
-def rotary_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, epsilon: float, scratch: int) -> None:
-    """Biases added and heads normalized where the layer has that; queries turned; keys turned, and with the values in
-    their pages."""
+def normalized_rows(
+    element: Any, member: Member, phase: int, step: Any, weight: int, epsilon: float
+) -> tuple[int, int]:
+    """Normalized x, ready for this thread → where it is, and the next phase.
+
+    Of so few rows that one thread would do them while the others wait, each thread makes its own.
+    """
+    if step[_S.TOKENS] > NORM_ROWS:
+        norm_phase(element, member, phase, step, weight, epsilon)
+        return step[_S.ROWS], end_phase(member, phase)
+    rows = step[_S.ROWS] + member.thread * NORM_ROWS * step[_S.ROWS_BYTES]
+    for row in range(step[_S.TOKENS]):
+        x, out = step[_S.X] + row * step[_S.X_BYTES], rows + row * step[_S.ROWS_BYTES]
+        normalize_row(element, x, weight, step[_S.WIDTH], epsilon, out)
+    return rows, phase
+
+
+@kernel
+def turn_heads(
+    kv: Any, step: Any, layer: Any, epsilon: float, token: int, row: int, first: int, end: int, scratch: int
+) -> None:
+    """Of a token's KV heads from `first` to before `end`, and of the queries that share them: biases added and heads
+    normalized where the layer has that; queries turned; keys turned, and with the values in their page."""
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     rotary_dim, page_tokens = step[_S.ROTARY_DIM], step[_S.PAGE_TOKENS]
-    packed, rows = page_tokens % LANES == 0, rows_of(step, layer)
+    packed, head_bytes, sharing = page_tokens % LANES == 0, dim * F32_BYTES, heads // kv_heads
+    table = table_of(rows_of(step, layer), row)
+    position = get_i32(step[_S.POSITIONS] + token * 4)
+    turns = layer[_L.TURNS] + position * rotary_dim * F32_BYTES
+    page = layer[_L.PAGES] + get_i32(table + position // page_tokens * 4) * step[_S.PAGE_BYTES]
+    queries, keys = step[_S.QKV] + token * step[_S.QKV_BYTES], heads * head_bytes
+    values = keys + kv_heads * head_bytes
+    for kv_head in range(first, end):
+        key, value = queries + keys + kv_head * head_bytes, queries + values + kv_head * head_bytes
+        if layer[_L.QKV_BIAS] != 0:
+            add_row(key, layer[_L.QKV_BIAS] + keys + kv_head * head_bytes, dim)
+            add_row(value, layer[_L.QKV_BIAS] + values + kv_head * head_bytes, dim)
+        if layer[_L.KEY_NORM] != 0:
+            normalize_head(key, layer[_L.KEY_NORM], dim, epsilon)
+        plane = page + kv_head * step[_S.HEAD_PLANE_BYTES]
+        rotate_head(kv, key, turns, rotary_dim, dim, scratch)
+        write_key(kv, scratch, dim, packed, plane, position % page_tokens)
+        rotate_head(kv, value, turns, 0, dim, scratch)
+        write_value(kv, scratch, dim, packed, plane + kv_heads * step[_S.HEAD_PLANE_BYTES], position % page_tokens)
+        for head in range(kv_head * sharing, (kv_head + 1) * sharing):
+            query = queries + head * head_bytes
+            if layer[_L.QKV_BIAS] != 0:
+                add_row(query, layer[_L.QKV_BIAS] + head * head_bytes, dim)
+            if layer[_L.QUERY_NORM] != 0:
+                normalize_head(query, layer[_L.QUERY_NORM], dim, epsilon)
+            to = step[_S.QUERIES] + token * step[_S.QUERY_BYTES] + head * dim * value_bytes(kv)
+            rotate_head(kv, query, turns, rotary_dim, dim, to)
+
+
+@kernel
+def rotary_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, epsilon: float, scratch: int) -> None:
+    """All heads of all tokens turned, keys and values in their pages."""
     pieces = (step[_S.TOKENS] + NORM_ROWS - 1) // NORM_ROWS
     piece = claim(member, phase, pieces)
     while piece < pieces:
         for token in range(piece * NORM_ROWS, min((piece + 1) * NORM_ROWS, step[_S.TOKENS])):
-            position = get_i32(step[_S.POSITIONS] + token * 4)
-            turns = layer[_L.TURNS] + position * rotary_dim * F32_BYTES
-            qkv = step[_S.QKV] + token * step[_S.QKV_BYTES]
-            if layer[_L.QKV_BIAS] != 0:
-                add_row(qkv, layer[_L.QKV_BIAS], (heads + 2 * kv_heads) * dim)
-            if layer[_L.QUERY_NORM] != 0:
-                for head in range(heads):
-                    normalize_head(qkv + head * dim * F32_BYTES, layer[_L.QUERY_NORM], dim, epsilon)
-                for head in range(heads, heads + kv_heads):
-                    normalize_head(qkv + head * dim * F32_BYTES, layer[_L.KEY_NORM], dim, epsilon)
-            queries = step[_S.QUERIES] + token * step[_S.QUERY_BYTES]
-            for head in range(heads):
-                to = queries + head * dim * value_bytes(kv)
-                rotate_head(kv, qkv + head * dim * F32_BYTES, turns, rotary_dim, dim, to)
-            table = table_of(rows, get_i32(step[_S.TOKEN_ROW] + token * 4))
-            page = layer[_L.PAGES] + get_i32(table + position // page_tokens * 4) * step[_S.PAGE_BYTES]
-            for head in range(kv_heads):
-                key = qkv + (heads + head) * dim * F32_BYTES
-                plane = page + head * step[_S.HEAD_PLANE_BYTES]
-                rotate_head(kv, key, turns, rotary_dim, dim, scratch)
-                write_key(kv, scratch, dim, packed, plane, position % page_tokens)
-                plane += kv_heads * step[_S.HEAD_PLANE_BYTES]
-                rotate_head(kv, key + kv_heads * dim * F32_BYTES, turns, 0, dim, scratch)
-                write_value(kv, scratch, dim, packed, plane, position % page_tokens)
+            row = get_i32(step[_S.TOKEN_ROW] + token * 4)
+            turn_heads(kv, step, layer, epsilon, token, row, 0, step[_S.KV_HEADS], scratch)
         piece = claim(member, phase, pieces)
 
 
@@ -141,10 +179,18 @@ def rows_of(step: Any, layer: Any) -> BatchRows:
     )
 
 
+@kernel
+def turns_alone(step: Any) -> bool:
+    """Whether each row is one token: nothing that it attends to is written by another piece of the phase."""
+    alone: bool = step[_S.TOKENS] == step[_S.BATCH_ROWS]
+    return alone
+
+
 @part
 def attention_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, constants: Any, scratch: int) -> None:
-    """Every block of tokens, with each KV head; bundles instead of their rows where the layer's pages are shared."""
-    window = layer[_L.WINDOW]
+    """Every block of tokens, with each KV head; bundles instead of their rows where the layer's pages are shared. They
+    are turned before where no other token of their row is waited for."""
+    window, alone, epsilon = layer[_L.WINDOW], turns_alone(step), constants[Constant.NORM_EPSILON]
     heads, kv_heads, dim = step[_S.HEADS], step[_S.KV_HEADS], step[_S.HEAD_DIM]
     sharing, size, shaped = heads // kv_heads, value_bytes(kv), 0
     sight = Sight(sharing, window, constants[Constant.SCORE_SCALE], constants[Constant.SCORE_CAP])
@@ -174,6 +220,8 @@ def attention_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, 
             row = get_i32(step[_S.ITEM_ROW] + item * 4)
             token = get_i32(step[_S.ITEM_TOKEN] + item * 4)
             end = get_i32(step[_S.ROW_START] + (row + 1) * 4)
+            if alone:
+                turn_heads(kv, step, layer, epsilon, token, row, head, head + 1, scratch)
             shaped = attend_block(
                 kv,
                 in_table(pages, table_of(rows, row)),
@@ -189,13 +237,17 @@ def attention_phase(kv: Any, member: Member, phase: int, step: Any, layer: Any, 
             )
         else:
             bundle = item - items
-            first = get_i32(step[_S.BUNDLE_START] + bundle * 4)
+            first, end = get_i32(step[_S.BUNDLE_START] + bundle * 4), get_i32(step[_S.BUNDLE_START] + (bundle + 1) * 4)
+            for at in range(first, end if alone else first):
+                row = get_i32(step[_S.BUNDLE_ROWS] + at * 4)
+                token = get_i32(step[_S.ROW_START] + row * 4)
+                turn_heads(kv, step, layer, epsilon, token, row, head, head + 1, scratch)
             shaped = attend_bundle(
                 kv,
                 pages,
                 rows,
                 step[_S.BUNDLE_ROWS] + first * 4,
-                get_i32(step[_S.BUNDLE_START] + (bundle + 1) * 4) - first,
+                end - first,
                 get_i32(step[_S.BUNDLE_SHARED] + bundle * 4),
                 queries,
                 query_bytes,
@@ -247,31 +299,62 @@ def begin_phase(kv: Any, member: Member, phase: int, step: Any, scale: float) ->
         piece = claim(member, phase, pieces)
 
 
+@kernel
+def qkv_of(step: Any, layer: Any) -> Matrix:
+    return Matrix(layer[_L.QKV], layer[_L.QKV_PANEL_BYTES], step[_S.WIDTH_STEPS], step[_S.QKV_TILES])
+
+
+@kernel
+def output_of(step: Any, layer: Any) -> Matrix:
+    return Matrix(layer[_L.OUTPUT], layer[_L.OUTPUT_PANEL_BYTES], step[_S.ATTENDED_STEPS], step[_S.WIDTH_TILES])
+
+
+@kernel
+def gate_up_of(step: Any, layer: Any) -> Matrix:
+    return Matrix(layer[_L.GATE_UP], layer[_L.GATE_UP_PANEL_BYTES], step[_S.WIDTH_STEPS], step[_S.GATE_UP_TILES])
+
+
+@kernel
+def down_of(step: Any, layer: Any) -> Matrix:
+    return Matrix(layer[_L.DOWN], layer[_L.DOWN_PANEL_BYTES], step[_S.ACT_STEPS], step[_S.WIDTH_TILES])
+
+
+@kernel
+def logits_of(step: Any) -> Matrix:
+    return Matrix(step[_S.OUTPUT_WEIGHTS], step[_S.OUTPUT_PANEL_BYTES], step[_S.WIDTH_STEPS], step[_S.LOGITS_TILES])
+
+
+@kernel
+def behind(element: Any, member: Member, step: Any, matrix: Matrix) -> int:
+    """The weights that this thread reads first in the next product. They come to the cache in the last piece before:
+    else memory would rest at each barrier, and then be waited for."""
+    return first_columns(element, member, step[_S.TOKENS], matrix, part_panels(element, step[_S.TOKENS]))
+
+
 @part
 def attend_part(
     element: Any, kv: Any, member: Member, phase: int, step: Any, layer: Any, constants: Any, scratch: int
 ) -> int:
     """→ the next phase."""
-    norm_phase(element, member, phase, step, layer[_L.ATTENTION_NORM], constants[Constant.NORM_EPSILON])
-    phase = end_phase(member, phase)
+    epsilon = constants[Constant.NORM_EPSILON]
+    rows, phase = normalized_rows(element, member, phase, step, layer[_L.ATTENTION_NORM], epsilon)
     product_phase(
         element,
         member,
         phase,
-        step[_S.ROWS],
+        rows,
         step[_S.ROWS_BYTES],
         step[_S.TOKENS],
-        layer[_L.QKV],
-        layer[_L.QKV_PANEL_BYTES],
-        step[_S.WIDTH_STEPS],
-        step[_S.QKV_TILES],
+        qkv_of(step, layer),
         scratch,
         step[_S.QKV],
         step[_S.QKV_BYTES],
+        behind(element, member, step, output_of(step, layer)),
     )
     phase = end_phase(member, phase)
-    rotary_phase(kv, member, phase, step, layer, constants[Constant.NORM_EPSILON], scratch)
-    phase = end_phase(member, phase)
+    if not turns_alone(step):
+        rotary_phase(kv, member, phase, step, layer, epsilon, scratch)
+        phase = end_phase(member, phase)
     attention_phase(kv, member, phase, step, layer, constants, scratch)
     return end_phase(member, phase)
 
@@ -284,48 +367,19 @@ def residual_phases(
     step: Any,
     rows: int,
     row_bytes: int,
-    weights: int,
-    panel_bytes: int,
-    steps: int,
+    matrix: Matrix,
     norm: int,
     epsilon: float,
     scratch: int,
+    ahead: int,
 ) -> int:
     """x += rows · weights, which are normalized before where there is a norm for it → the next phase."""
-    tokens, tiles, x_bytes = step[_S.TOKENS], step[_S.WIDTH_TILES], step[_S.X_BYTES]
+    tokens, x_bytes = step[_S.TOKENS], step[_S.X_BYTES]
     if norm == 0:
-        adding_phase(
-            element,
-            member,
-            phase,
-            rows,
-            row_bytes,
-            tokens,
-            weights,
-            panel_bytes,
-            steps,
-            tiles,
-            scratch,
-            step[_S.X],
-            x_bytes,
-        )
+        adding_phase(element, member, phase, rows, row_bytes, tokens, matrix, scratch, step[_S.X], x_bytes, ahead)
         return end_phase(member, phase)
     added = step[_S.ADDED]
-    product_phase(
-        element,
-        member,
-        phase,
-        rows,
-        row_bytes,
-        tokens,
-        weights,
-        panel_bytes,
-        steps,
-        tiles,
-        scratch,
-        added,
-        x_bytes,
-    )
+    product_phase(element, member, phase, rows, row_bytes, tokens, matrix, scratch, added, x_bytes, ahead)
     phase = end_phase(member, phase)
     pieces = (tokens + NORM_ROWS - 1) // NORM_ROWS
     piece = claim(member, phase, pieces)
@@ -338,9 +392,17 @@ def residual_phases(
 
 @part
 def mlp_part(
-    element: Any, kv: Any, member: Member, phase: int, step: Any, layer: Any, constants: Any, scratch: int
+    element: Any,
+    kv: Any,
+    member: Member,
+    phase: int,
+    step: Any,
+    layer: Any,
+    constants: Any,
+    scratch: int,
+    following: Matrix,
 ) -> int:
-    """→ the next phase."""
+    """→ the next phase; `following`: the weights that are read next."""
     tokens, epsilon = step[_S.TOKENS], constants[Constant.NORM_EPSILON]
     if step[_S.ATTENDED_INPUT] != step[_S.ATTENDED]:
         width = (step[_S.HEADS] * step[_S.HEAD_DIM] + GROUP - 1) // GROUP * GROUP
@@ -353,30 +415,26 @@ def mlp_part(
         step,
         step[_S.ATTENDED_INPUT],
         step[_S.ATTENDED_INPUT_BYTES],
-        layer[_L.OUTPUT],
-        layer[_L.OUTPUT_PANEL_BYTES],
-        step[_S.ATTENDED_STEPS],
+        output_of(step, layer),
         layer[_L.AFTER_ATTENTION],
         epsilon,
         scratch,
+        first_columns(element, member, tokens, gate_up_of(step, layer), PANELS),
     )
-    norm_phase(element, member, phase, step, layer[_L.MLP_NORM], epsilon)
-    phase = end_phase(member, phase)
+    rows, phase = normalized_rows(element, member, phase, step, layer[_L.MLP_NORM], epsilon)
     gated_phase(
         element,
         step[_S.ACTIVATION],
         member,
         phase,
-        step[_S.ROWS],
+        rows,
         step[_S.ROWS_BYTES],
         tokens,
-        layer[_L.GATE_UP],
-        layer[_L.GATE_UP_PANEL_BYTES],
-        step[_S.WIDTH_STEPS],
-        step[_S.GATE_UP_TILES],
+        gate_up_of(step, layer),
         scratch,
         step[_S.ACT],
         step[_S.ACT_BYTES],
+        behind(element, member, step, down_of(step, layer)),
     )
     phase = end_phase(member, phase)
     return residual_phases(
@@ -386,12 +444,11 @@ def mlp_part(
         step,
         step[_S.ACT],
         step[_S.ACT_BYTES],
-        layer[_L.DOWN],
-        layer[_L.DOWN_PANEL_BYTES],
-        step[_S.ACT_STEPS],
+        down_of(step, layer),
         layer[_L.AFTER_MLP],
         epsilon,
         scratch,
+        behind(element, member, step, following),
     )
 
 
@@ -407,24 +464,24 @@ def cap_phase(member: Member, phase: int, step: Any, cap: float) -> None:
 
 
 @part
-def output_part(element: Any, member: Member, phase: int, step: Any, constants: Any, scratch: int) -> int:
-    """→ the next phase."""
-    norm_phase(element, member, phase, step, step[_S.OUTPUT_NORM], constants[Constant.NORM_EPSILON])
-    phase = end_phase(member, phase)
+def output_part(
+    element: Any, member: Member, phase: int, step: Any, constants: Any, scratch: int, following: Matrix
+) -> int:
+    """→ the next phase; `following`: the weights that are read next."""
+    epsilon = constants[Constant.NORM_EPSILON]
+    rows, phase = normalized_rows(element, member, phase, step, step[_S.OUTPUT_NORM], epsilon)
     product_phase(
         element,
         member,
         phase,
-        step[_S.ROWS],
+        rows,
         step[_S.ROWS_BYTES],
         step[_S.TOKENS],
-        step[_S.OUTPUT_WEIGHTS],
-        step[_S.OUTPUT_PANEL_BYTES],
-        step[_S.WIDTH_STEPS],
-        step[_S.LOGITS_TILES],
+        logits_of(step),
         scratch,
         step[_S.LOGITS],
         step[_S.LOGITS_BYTES],
+        behind(element, member, step, following),
     )
     phase = end_phase(member, phase)
     if constants[Constant.LOGITS_CAP] > 0:
@@ -455,9 +512,10 @@ def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread
         if job & ATTEND:
             phase = attend_part(element, kv, member, phase, step, layer, constants, scratch)
         if job & MLP:
-            phase = mlp_part(element, kv, member, phase, step, layer, constants, scratch)
+            following = qkv_of(step, layers[number + 1]) if number + 1 < len(layers) else logits_of(step)
+            phase = mlp_part(element, kv, member, phase, step, layer, constants, scratch, following)
     if job & OUTPUT:
-        phase = output_part(element, member, phase, step, constants, scratch)
+        phase = output_part(element, member, phase, step, constants, scratch, qkv_of(step, layers[0]))
     if job & COPY:
         copy_part(member, phase, step)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba.core import types
@@ -17,7 +17,7 @@ from headrace.ops.simd.q8 import PIECE_BYTES as PANEL_PIECE_BYTES
 from headrace.ops.simd.q8_products import multiply_groups
 from headrace.ops.simd.tables import GELU
 from headrace.ops.simd.target import AMX
-from headrace.ops.simd.team import Member, claim
+from headrace.ops.simd.team import Member, claim_some, own_end
 from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS, fetched_beside, in_tiles, product_rows, tile_height
 from headrace.ops.simd.vector import (
     F32,
@@ -96,6 +96,7 @@ def _multiply(*arguments: Any) -> None:
 @overload(_multiply, jit_options=KERNEL_OPTIONS, strict=False)  # type: ignore[untyped-decorator]
 def _multiply_of(
     element: Any,
+    panels: Any,
     x: Any,
     x_bytes: Any,
     rows: Any,
@@ -107,16 +108,16 @@ def _multiply_of(
     out_bytes: Any,
     buffer: Any,
 ) -> Any:
-    def in_groups(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+    def in_groups(element, panels, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
         multiply_groups(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
 
-    def of_codes(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
-        multiply_codes(x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
+    def of_codes(element, panels, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        multiply_codes(panels, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
 
-    def in_amx_tiles(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
-        multiply_in_tiles(False, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes)
+    def in_amx_tiles(element, panels, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+        multiply_in_tiles(False, panels, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes)
 
-    def in_registers(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
+    def in_registers(element, panels, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer):  # type: ignore[no-untyped-def]
         row = 0
         while row < rows:
             height, to = tile_height(rows - row), out + row * out_bytes
@@ -132,6 +133,7 @@ def _multiply_of(
 @part
 def multiply_block(
     element: Any,
+    panels: int,
     x: int,
     x_bytes: int,
     rows: int,
@@ -147,7 +149,64 @@ def multiply_block(
 
     `steps`: lanes along the sum; groups in q8, whose bits `panel_bytes` tells. `buffer`: `BUFFER_BYTES`.
     """
-    _multiply(element, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
+    _multiply(element, panels, x, x_bytes, rows, weights, following, panel_bytes, steps, out, out_bytes, buffer)
+
+
+class Matrix(NamedTuple):
+    """Packed weights of a product."""
+
+    weights: int
+    """Address of the first panel of 16 columns."""
+    panel_bytes: int
+    """From one panel to the next."""
+    steps: int
+    """Lanes along the sum; groups in q8."""
+    tiles: int
+    """Of 64 columns."""
+
+
+class Piece(NamedTuple):
+    """Some rows of a product times some columns."""
+
+    first: int
+    """Row."""
+    rows: int
+    panel: int
+    panels: int
+    """0 where no piece is left."""
+    following: int
+    """Address of the weights that this thread reads next."""
+
+
+@kernel
+def part_panels(element: Any, rows: int) -> int:
+    """Panels that columns are divided by: half a tile where products can be cut so, of few rows, which wait for memory.
+    Then two threads have 9 halves each, not 5 and 4 of 9 tiles. They take two at a time, but the last: memory is read a
+    tenth faster from four panels beside each other than from two."""
+    return PANELS // 2 if in_tiles(element) != 0 and rows <= PASS_ROWS else PANELS
+
+
+@kernel
+def first_columns(element: Any, member: Member, rows: int, matrix: Matrix, panels: int) -> int:
+    """The address of the weights that a thread reads first in a product of so many rows, where columns are divided by
+    so many panels."""
+    columns = matrix.tiles * PANELS // panels
+    pieces = columns * blocks_of(rows, block_rows(element, rows, matrix.tiles, member.threads))
+    return matrix.weights + panels * (pieces * member.thread // member.threads % columns) * matrix.panel_bytes
+
+
+@kernel
+def next_piece(element: Any, member: Member, phase: int, rows: int, matrix: Matrix, panels: int, behind: int) -> Piece:
+    """A thread's next piece, where columns are divided by so many panels. `behind`: the weights that the thread reads
+    in the next phase that reads any."""
+    block = block_rows(element, rows, matrix.tiles, member.threads)
+    blocks, columns = blocks_of(rows, block), matrix.tiles * PANELS // panels
+    at, end = claim_some(member, phase, columns * blocks, PANELS // panels)
+    stride = panels * matrix.panel_bytes
+    following = matrix.weights + end % columns * stride if end < own_end(member, columns * blocks) else behind
+    first = at // columns * block
+    height = rows - first if at // columns == blocks - 1 else block
+    return Piece(first, height, at % columns * panels, (end - at) * panels, following)
 
 
 @kernel
@@ -158,37 +217,32 @@ def product_phase(
     x: int,
     x_bytes: int,
     rows: int,
-    weights: int,
-    panel_bytes: int,
-    steps: int,
-    tiles: int,
+    matrix: Matrix,
     scratch: int,
     out: int,
     out_bytes: int,
+    behind: int,
 ) -> None:
-    """out = x · weights."""
-    block = block_rows(element, rows, tiles, member.threads)
-    blocks = blocks_of(rows, block)
-    pieces = tiles * blocks
+    """out = x · weights. `behind`: as in `next_piece`."""
     begin_products(element, rows)
-    piece = claim(member, phase, pieces)
-    while piece < pieces:
-        tile, first = piece % tiles, piece // tiles * block
-        height = rows - first if piece // tiles == blocks - 1 else block
+    panels = part_panels(element, rows)
+    piece = next_piece(element, member, phase, rows, matrix, panels, behind)
+    while piece.panels > 0:
         multiply_block(
             element,
-            x + first * x_bytes,
+            piece.panels,
+            x + piece.first * x_bytes,
             x_bytes,
-            height,
-            weights + PANELS * tile * panel_bytes,
-            weights + PANELS * (tile + 1) * panel_bytes,
-            panel_bytes,
-            steps,
-            out + first * out_bytes + tile * TILE_BYTES,
+            piece.rows,
+            matrix.weights + piece.panel * matrix.panel_bytes,
+            piece.following,
+            matrix.panel_bytes,
+            matrix.steps,
+            out + piece.first * out_bytes + piece.panel * VECTOR_BYTES,
             out_bytes,
             scratch,
         )
-        piece = claim(member, phase, pieces)
+        piece = next_piece(element, member, phase, rows, matrix, panels, behind)
     end_products(element)
 
 
@@ -200,35 +254,37 @@ def adding_phase(
     x: int,
     x_bytes: int,
     rows: int,
-    weights: int,
-    panel_bytes: int,
-    steps: int,
-    tiles: int,
+    matrix: Matrix,
     scratch: int,
     out: int,
     out_bytes: int,
+    behind: int,
 ) -> None:
-    """out += x · weights."""
-    block = block_rows(element, rows, tiles, member.threads)
-    blocks = blocks_of(rows, block)
-    pieces = tiles * blocks
+    """out += x · weights. `behind`: as in `next_piece`."""
     sums = scratch + BUFFER_BYTES
     begin_products(element, rows)
-    piece = claim(member, phase, pieces)
-    while piece < pieces:
-        tile, first = piece % tiles, piece // tiles * block
-        height = rows - first if piece // tiles == blocks - 1 else block
-        columns = weights + PANELS * tile * panel_bytes
-        following = columns + PANELS * panel_bytes
-        inputs = x + first * x_bytes
+    panels = part_panels(element, rows)
+    piece = next_piece(element, member, phase, rows, matrix, panels, behind)
+    while piece.panels > 0:
         multiply_block(
-            element, inputs, x_bytes, height, columns, following, panel_bytes, steps, sums, TILE_BYTES, scratch
+            element,
+            piece.panels,
+            x + piece.first * x_bytes,
+            x_bytes,
+            piece.rows,
+            matrix.weights + piece.panel * matrix.panel_bytes,
+            piece.following,
+            matrix.panel_bytes,
+            matrix.steps,
+            sums,
+            TILE_BYTES,
+            scratch,
         )
-        for row in range(height):
-            here, to = sums + row * TILE_BYTES, out + (first + row) * out_bytes + tile * TILE_BYTES
-            for column in range(0, TILE_BYTES, VECTOR_BYTES):
+        for row in range(piece.rows):
+            here, to = sums + row * TILE_BYTES, out + (piece.first + row) * out_bytes + piece.panel * VECTOR_BYTES
+            for column in range(0, piece.panels * VECTOR_BYTES, VECTOR_BYTES):
                 store(F32, to + column, add(load(F32, to + column), load(F32, here + column)))
-        piece = claim(member, phase, pieces)
+        piece = next_piece(element, member, phase, rows, matrix, panels, behind)
     end_products(element)
 
 
@@ -252,35 +308,36 @@ def gated_phase(
     x: int,
     x_bytes: int,
     rows: int,
-    weights: int,
-    panel_bytes: int,
-    steps: int,
-    tiles: int,
+    matrix: Matrix,
     scratch: int,
     out: int,
     out_bytes: int,
+    behind: int,
 ) -> None:
     """out = activation(x · gate) · (x · up), as inputs of the next product. A tile is 32 columns of gate, then the same
-    of up."""
-    block = block_rows(element, rows, tiles, member.threads)
-    blocks = blocks_of(rows, block)
-    pieces = tiles * blocks
+    of up. `behind`: as in `next_piece`."""
     sums = scratch + BUFFER_BYTES
     begin_products(element, rows)
-    piece = claim(member, phase, pieces)
-    while piece < pieces:
-        tile, first = piece % tiles, piece // tiles * block
-        height = rows - first if piece // tiles == blocks - 1 else block
-        columns = weights + PANELS * tile * panel_bytes
-        following = columns + PANELS * panel_bytes
-        inputs = x + first * x_bytes
+    piece = next_piece(element, member, phase, rows, matrix, PANELS, behind)
+    while piece.panels > 0:
         multiply_block(
-            element, inputs, x_bytes, height, columns, following, panel_bytes, steps, sums, TILE_BYTES, scratch
+            element,
+            PANELS,
+            x + piece.first * x_bytes,
+            x_bytes,
+            piece.rows,
+            matrix.weights + piece.panel * matrix.panel_bytes,
+            piece.following,
+            matrix.panel_bytes,
+            matrix.steps,
+            sums,
+            TILE_BYTES,
+            scratch,
         )
-        for row in range(height):
-            here = sums + row * TILE_BYTES
+        for row in range(piece.rows):
+            here, to = sums + row * TILE_BYTES, out + (piece.first + row) * out_bytes
             low = multiply(activated(activation, load(F32, here)), load(F32, here + 2 * VECTOR_BYTES))
             high = multiply(activated(activation, load(F32, here + VECTOR_BYTES)), load(F32, here + 3 * VECTOR_BYTES))
-            store_group(element, out + (first + row) * out_bytes, tile, tiles, low, high)
-        piece = claim(member, phase, pieces)
+            store_group(element, to, piece.panel // PANELS, matrix.tiles, low, high)
+        piece = next_piece(element, member, phase, rows, matrix, PANELS, behind)
     end_products(element)

@@ -199,15 +199,28 @@ def end_phase(member: Member, phase: int) -> int:
 
 
 @kernel
+def own_end(member: Member, pieces: int) -> int:
+    """Of the thread's range."""
+    return pieces * (member.thread + 1) // member.threads
+
+
+@kernel
 def claim(member: Member, phase: int, pieces: int) -> int:
     """The thread's next piece of a phase's `pieces`, each of which is given out once; `pieces` if none is left."""
+    piece, _ = claim_some(member, phase, pieces, 1)
+    return piece
+
+
+@kernel
+def claim_some(member: Member, phase: int, pieces: int, most: int) -> tuple[int, int]:
+    """Neighbours, at most so many → the first, and the one behind the last."""
     threads = member.threads
     for further in range(threads):
         owner = (member.thread + further) % threads
         first, end = pieces * owner // threads, pieces * (owner + 1) // threads
         cell = claims_of(member, phase, owner)
         if look(cell) < end - first:
-            piece: int = first + fetch_add(cell, 1)
+            piece = first + fetch_add(cell, most)
             if piece < end:
-                return piece
-    return pieces
+                return piece, min(piece + most, end)
+    return pieces, pieces

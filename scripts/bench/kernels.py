@@ -27,7 +27,7 @@ from headrace.ops.simd.packing import group_bytes
 from headrace.ops.simd.products import BUFFER_BYTES, begin_products, block_rows, blocks_of, end_products, multiply_block
 from headrace.ops.simd.rows import normalize_row
 from headrace.ops.simd.softmax import Sight
-from headrace.ops.simd.tiles import TILE_COLUMNS
+from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 
 IN, OUT = 576, 3072
@@ -89,6 +89,7 @@ def all_columns(
         for tile in range(columns // TILE_COLUMNS):
             multiply_block(
                 element,
+                PANELS,
                 x + first * x_bytes,
                 x_bytes,
                 height,

@@ -26,7 +26,7 @@ from headrace.ops.simd.products import BUFFER_BYTES, begin_products, end_product
 from headrace.ops.simd.rows import normalize_row, rotate_head, write_key, write_value
 from headrace.ops.simd.softmax import Sight
 from headrace.ops.simd.target import AMX
-from headrace.ops.simd.tiles import TILE_COLUMNS
+from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 from headrace.ops.weights.groups import Groups
 
@@ -185,6 +185,7 @@ def product(x: Tensor, weight: Tensor | Groups, element: Any) -> Tensor:
         to = out.data_ptr() + tile * TILE_COLUMNS * 4
         multiply_block(
             element,
+            PANELS,
             walled.data_ptr(),
             row_bytes,
             rows,
