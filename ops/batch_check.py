@@ -13,19 +13,19 @@ class BadBatch(ValueError):
 
 
 def check_batch(batch: ForwardBatch, pools: list[KvPool], vocab: int) -> None:
-    """A wrong index would read or write another request's KV without a sound (20 µs a step). Raises BadBatch."""
+    """A wrong index would read or write another request's KV without a sound (30 µs a step). Raises BadBatch."""
     counts = batch.counts
     slots, pages = pools[0].table.shape
     context_tokens = pages * pools[0].page_tokens
-    lengths = np.diff(batch.row_start)
+    lengths = batch.row_start[1:] - batch.row_start[:-1]
     problems = (
-        ("rows", counts.rows and (batch.row_start[0] != 0 or lengths.min() < 1)),
+        ("rows", counts.rows and (batch.row_start[0] != 0 or np.minimum.reduce(lengths) < 1)),
         ("tokens", (batch.row_start[-1] if counts.rows else 0) != counts.tokens),
-        ("single-token rows", (lengths[: counts.decode_rows] != 1).any()),
+        ("single-token rows", np.count_nonzero(lengths[: counts.decode_rows] != 1)),
         ("row slots", _outside(batch.row_slot, 0, slots) or len(set(batch.row_slot.tolist())) != counts.rows),
         (
             "context lengths",
-            _outside(batch.row_kv_len, 1, context_tokens + 1) or (batch.row_kv_len < lengths).any(),
+            _outside(batch.row_kv_len, 1, context_tokens + 1) or np.count_nonzero(batch.row_kv_len < lengths),
         ),
         ("positions", counts.tokens and not _positions_agree(batch, lengths)),
         ("input ids", _outside(batch.input_ids, -slots, vocab)),
@@ -42,8 +42,9 @@ def check_batch(batch: ForwardBatch, pools: list[KvPool], vocab: int) -> None:
 
 def _positions_agree(batch: ForwardBatch, lengths: I32) -> bool:
     first = np.repeat(batch.row_kv_len - batch.row_start[1:], lengths)
-    return bool(np.array_equal(batch.positions, first + np.arange(len(first))))
+    return len(first) == len(batch.positions) and not np.count_nonzero(batch.positions - first - np.arange(len(first)))
 
 
 def _outside(values: I32, least: int, end: int) -> bool:
-    return bool(len(values)) and (int(values.min()) < least or int(values.max()) >= end)
+    # As numbers without a sign, what is too small is too large.
+    return bool(len(values)) and int(np.maximum.reduce((values - least).view(np.uint32))) >= end - least

@@ -121,10 +121,10 @@ class KvPool:
         if self.shape.window_tokens:
             looked_at = np.maximum(looked_at, self.first_pages(before)[:, None])
         used = self.table[slots[:, None], looked_at]
-        if used.min() < 0:
+        if np.minimum.reduce(used, axis=None) < 0:
             raise ValueError("the page table has no page for a position that the batch uses")
-        begun = (last * self.page_tokens >= before) & (after % self.page_tokens != 0)
-        pages: I32 = self.table[slots[begun], last[begun]]
+        begun = np.flatnonzero((last * self.page_tokens >= before) & (after % self.page_tokens != 0))
+        pages: I32 = self.table[slots[begun], last[begun]] if len(begun) else slots[:0]
         return pages
 
     def clear(self, pages: I32) -> None:

@@ -66,6 +66,10 @@ class Sampler:
         self._penalized: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._biased: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._min_tokens: I32 = np.zeros(slots, np.int32)
+        self._parameters = np.zeros((slots, PARAMETERS))
+        """Of the choice, but for what is drawn anew each time."""
+        self._plain: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        """Slots that want nothing but ids, of logits as they are: then a step looks at no other table."""
 
     def begin(self, batch: ForwardBatch) -> None:
         """Apply the batch's slot inits. Raises ValueError for ids or slots that do not exist."""
@@ -76,6 +80,7 @@ class Sampler:
             self._ints[slot], self._floats[slot] = ints, floats
             low, high = int(ints[_INT["seed_low"]]) & 0xFFFFFFFF, int(ints[_INT["seed_high"]]) & 0xFFFFFFFF
             self._seeds[slot] = high << 32 | low
+            self._parameters[slot] = _parameters_of(ints, floats)
             parts = []
             for name in ("prompt_len", "output_len", "bias_len", "stop_len"):
                 length = int(ints[_INT[name]])
@@ -96,6 +101,8 @@ class Sampler:
             if len(stops) and ints[_INT["min_tokens"]] > 0:
                 self._min_tokens[slot] = ints[_INT["min_tokens"]]
                 self._stops[slot, stops] = True
+            changed = self._penalized[slot] or self._biased[slot] or self._min_tokens[slot]
+            self._plain[slot] = not changed and ints[_INT["logprobs"]] < 0
 
     def sample(
         self,
@@ -116,10 +123,12 @@ class Sampler:
         results.offsets[: count + 1] = np.arange(count + 1)
         if not count:
             return
-        reporting = np.flatnonzero(self._ints[slots, _INT["logprobs"]] >= 0)
-        raw = logits[torch.from_numpy(reporting)] if len(reporting) else None
-        self._adjust_(logits, slots, positions, mask_rows, mask_bits)
-        usable, drawn = self._choose(logits, self._parameters(slots, positions))
+        raw, reporting = None, np.zeros(0, np.intp)
+        if len(mask_rows) or not self._plain[slots].all():
+            reporting = np.flatnonzero(self._ints[slots, _INT["logprobs"]] >= 0)
+            raw = logits[torch.from_numpy(reporting)] if len(reporting) else None
+            self._adjust_(logits, slots, positions, mask_rows, mask_bits)
+        usable, drawn = self._choose(logits, self._drawing(slots, positions))
         if skips:
             self._commit(np.delete(slots, list(skips)), np.delete(drawn, list(skips)))
         else:
@@ -165,19 +174,19 @@ class Sampler:
             if not bool(torch.isneginf(without_stops.max())):
                 logits[row] = without_stops
 
-    def _parameters(self, slots: I32, positions: I32) -> NDArray[np.float64]:
-        floats, parameters = self._floats[slots], np.zeros((len(slots), PARAMETERS))
-        drawing = np.flatnonzero(floats[:, _FLOAT["temperature"]] > 0)
+    def _drawing(self, slots: I32, positions: I32) -> NDArray[np.float64]:
+        """What the choice goes by."""
+        parameters = self._parameters[slots]
+        drawing = np.flatnonzero(parameters[:, TEMPERATURE])
         if len(drawing):
             parameters[drawing, UNIFORM] = uniform(self._seeds[slots[drawing]], positions[drawing])
-            parameters[drawing, TEMPERATURE] = floats[drawing, _FLOAT["temperature"]]
-        parameters[:, TOP_K] = self._ints[slots, _INT["top_k"]]
-        parameters[:, TOP_P], parameters[:, MIN_P] = floats[:, _FLOAT["top_p"]], floats[:, _FLOAT["min_p"]]
         return parameters
 
     def _commit(self, slots: I32, drawn: NDArray[np.int64]) -> None:
         self.future_tokens[slots] = drawn
         counted = self._penalized[slots]
+        if not counted.any():
+            return
         for slot, token in zip(slots[counted].tolist(), drawn[counted].tolist()):
             if not self._prompt[slot, token] and not self._outputs[slot, token]:
                 self._seen[slot, self._seen_count[slot]] = token
@@ -190,6 +199,15 @@ class Sampler:
             top_ids, top_logprobs = best_log_probabilities(raw, min(MAX_LOGPROBS, self._vocab))
             results.top_ids[reporting, : top_ids.shape[1]] = top_ids.numpy()
             results.top_logprobs[reporting, : top_ids.shape[1]] = top_logprobs.numpy()
+
+
+def _parameters_of(ints: I32, floats: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Of a slot's init."""
+    parameters = np.zeros(PARAMETERS)
+    parameters[TEMPERATURE] = max(floats[_FLOAT["temperature"]], 0)
+    parameters[TOP_K], parameters[TOP_P] = ints[_INT["top_k"]], floats[_FLOAT["top_p"]]
+    parameters[MIN_P] = floats[_FLOAT["min_p"]]
+    return parameters
 
 
 def check_inits(batch: ForwardBatch, slots: int, vocab: int) -> None:

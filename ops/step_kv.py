@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 from torch import Tensor
 
 from headrace.ops import accesses
@@ -43,7 +42,7 @@ class StepKv:
         self._compute = compute
         self._plans: dict[tuple[int, int], AttentionPlan] = {}
         """By group and window."""
-        before = batch.row_kv_len - np.diff(batch.row_start)
+        before = batch.row_kv_len - (batch.row_start[1:] - batch.row_start[:-1])
         for group, pool in enumerate(pools):
             begun = pool.begun_pages(batch.row_slot, before, batch.row_kv_len)
             compute.uses(partial(accesses.clearing, batch.step, group, pool, begun))

@@ -1,6 +1,7 @@
 """From logits to ids, a row at a time: what `ops.sampling.choose` means, in passes over a row that stays in the cache.
 
-    copy     the row, and its largest; with that one's first place, all for greedy
+    greedy   the row's largest, and that one's first place: no more for temperature 0
+    copy     the row, and its largest
     weights  scaled = (row - largest) / temperature, and e to the power of it
     floor    top-k, top-p and min-p as the smallest scaled value that may be drawn
     draw     sums of blocks of 64 ids, then of ids within one
@@ -82,15 +83,30 @@ def copy_row(source: int, vocab: int, width: int, to: int) -> Any:
 
 
 @kernel
-def first_from(values: int, width: int, wanted: float) -> int:
+def largest_of(source: int, vocab: int, scratch: int) -> Any:
+    """The same without a copy."""
+    whole = vocab // LANES * LANES
+    for at in range(LANES):
+        put_f32(
+            scratch + at * F32_BYTES, get_f32(source + (whole + at) * F32_BYTES) if whole + at < vocab else _NOTHING
+        )
+    best, finite, broken = splat(_NOTHING), splat(_FINITE), zeros()
+    for at in range(0, whole + LANES, LANES):
+        values = load(F32, source + at * F32_BYTES if at < whole else scratch)
+        best = maximum(values, best)
+        broken = fma(maximum(finite, values), zeros(), broken)
+    return max_lanes(best) + sum_lanes(broken)
+
+
+@kernel
+def first_from(values: int, vocab: int, wanted: float) -> int:
     """The first place of a value that is not below `wanted`."""
-    limit = splat(np.float32(wanted))
-    for at in range(0, width, LANES):
-        if any_from(load(F32, values + at * F32_BYTES), limit):
-            for inside in range(at, at + LANES):
-                if get_f32(values + inside * F32_BYTES) >= wanted:
-                    return inside
-    return 0
+    limit, at, whole = splat(np.float32(wanted)), 0, vocab // LANES * LANES
+    while at < whole and not any_from(load(F32, values + at * F32_BYTES), limit):
+        at += LANES
+    while at < vocab and get_f32(values + at * F32_BYTES) < wanted:
+        at += 1
+    return at
 
 
 @kernel
@@ -243,12 +259,13 @@ def choose_rows(
     width = (vocab + BLOCK - 1) // BLOCK * BLOCK
     values, weights = scratch, scratch + width * F32_BYTES
     for row in range(len(ids)):
-        largest = copy_row(logits + row * row_bytes, vocab, width, values)
+        source, greedy = logits + row * row_bytes, parameters[row, TEMPERATURE] == 0
+        largest = largest_of(source, vocab, values) if greedy else copy_row(source, vocab, width, values)
         usable[row], ids[row] = not math.isnan(largest) and largest > _NOTHING, 0
         if not usable[row]:
             continue
-        if parameters[row, TEMPERATURE] == 0:
-            ids[row] = first_from(values, width, largest)
+        if greedy:
+            ids[row] = first_from(source, vocab, largest)
             continue
         scale_row(values, weights, width, largest, parameters[row, TEMPERATURE])
         floor = floor_of(values, weights, vocab, width, row, parameters, sums)
