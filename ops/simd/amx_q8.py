@@ -14,8 +14,9 @@ places of a panel after the other:
 16 weights take a shift, the code's number from a table (which looks at 4 bits only, so nothing is masked), a
 multiplication with addition, and half of a conversion of two vectors.
 
-    up to 32 rows   codes pass by once: a group is decoded while tiles multiply the one `DISTANCE` before it, and its
-                    weights never leave the first cache
+    up to 32 rows   codes pass by once: a group of a panel is decoded while tiles multiply the one `DISTANCE` before it,
+                    and its weights never leave the first cache; four panels take turns, which memory reads faster, or
+                    two where rows take two tiles
     more            64 columns are decoded once, into a buffer in the second cache, `PIECE_GROUPS` at a time; then
                     all rows pass, as `amx_products` has it
 """
@@ -35,7 +36,7 @@ from headrace.ops.simd.amx import (
     emit_store_tile,
     emit_zero,
 )
-from headrace.ops.simd.amx_products import PASS_ROWS, multiply_in_tiles
+from headrace.ops.simd.amx_products import PASS_PANELS, PASS_ROWS, multiply_in_tiles
 from headrace.ops.simd.instructions import (
     ADDRESS,
     INT,
@@ -44,6 +45,7 @@ from headrace.ops.simd.instructions import (
     Builder,
     Value,
     bf16,
+    by_case,
     call,
     const,
     every_int,
@@ -143,30 +145,41 @@ def _decode(group_bytes: int, group: int, ahead: int, to: int) -> None:
 @instruction(NOTHING)
 def _clear_totals(b: Builder) -> None:
     if AMX:
-        for total in range(len(_LEFT)):
+        for total in range(PANELS):
             emit_zero(b, total)
 
 
-@instruction(NOTHING, ADDRESS, INT, INT, ADDRESS)
-def _add_products(b: Builder, x: Value, x_bytes: Value, second: Value, weights: Value) -> None:
-    """Totals += 32 places of the rows at `x`, and of those `second` bytes further where that is not 0."""
-    if not AMX:
-        return
-    emit_load_tile(b, _LEFT[0], x, x_bytes)
-    emit_load_tile(b, _RIGHT, weights, const(TILE_ROW_BYTES))
-    emit_dot(b, 0, _LEFT[0], _RIGHT)
-    with b.if_then(b.icmp_signed("!=", second, const(0))):
-        emit_load_tile(b, _LEFT[1], b.add(x, second), x_bytes)
-        emit_dot(b, 1, _LEFT[1], _RIGHT)
+@instruction(NOTHING, INT, ADDRESS, INT, INT, ADDRESS)
+def _add_products(b: Builder, panel: Value, x: Value, x_bytes: Value, second: Value, weights: Value) -> None:
+    """The panel's total += 32 places of the rows at `x`; and that of those `second` bytes further, of a pair of panels,
+    where that is not 0."""
+
+    def emit(here: int) -> None:
+        emit_load_tile(b, _LEFT[0], x, x_bytes)
+        emit_load_tile(b, _RIGHT, weights, const(TILE_ROW_BYTES))
+        emit_dot(b, here, _LEFT[0], _RIGHT)
+        if here < PASS_PANELS:
+            with b.if_then(b.icmp_signed("!=", second, const(0))):
+                emit_load_tile(b, _LEFT[1], b.add(x, second), x_bytes)
+                emit_dot(b, PASS_PANELS + here, _LEFT[1], _RIGHT)
+
+    if AMX:
+        by_case(b, panel, range(PANELS), emit)
 
 
-@instruction(NOTHING, ADDRESS, INT, INT)
-def _keep_totals(b: Builder, out: Value, out_bytes: Value, second: Value) -> None:
-    if not AMX:
-        return
-    emit_store_tile(b, 0, out, out_bytes)
-    with b.if_then(b.icmp_signed("!=", second, const(0))):
-        emit_store_tile(b, 1, b.add(out, second), out_bytes)
+@instruction(NOTHING, INT, ADDRESS, INT, INT)
+def _keep_totals(b: Builder, panels: Value, out: Value, out_bytes: Value, second: Value) -> None:
+    def emit(count: int) -> None:
+        for panel in range(count):
+            emit_store_tile(b, panel, offset(b, out, panel * VECTOR_BYTES), out_bytes)
+        if count == PASS_PANELS:
+            with b.if_then(b.icmp_signed("!=", second, const(0))):
+                for panel in range(PASS_PANELS):
+                    here = offset(b, b.add(out, second), panel * VECTOR_BYTES)
+                    emit_store_tile(b, PASS_PANELS + panel, here, out_bytes)
+
+    if AMX:
+        by_case(b, panels, (PASS_PANELS, PANELS), emit)
 
 
 @kernel
@@ -177,29 +190,30 @@ def _multiply_once(
     rows: int,
     weights: int,
     following: int,
-    group_bytes: int,
+    panel_bytes: int,
     groups: int,
     out: int,
     out_bytes: int,
     ring: int,
 ) -> None:
-    """At most 32 rows: panel after panel, and in each group after group."""
-    after = max(rows - TILE_ROWS, 0)
-    group, panel = 0, 0
+    """At most 32 rows times 2 panels, or at most 16 times 2 or 4: a group of each panel in turn."""
+    group_bytes, after = panel_bytes // groups, max(rows - TILE_ROWS, 0)
+    group, panel, decoded, ahead = 0, 0, 0, 0
+    _clear_totals()
     for at in range(panels * groups + DISTANCE):
         if at < panels * groups:
-            codes = at * group_bytes
+            codes = ahead * panel_bytes + decoded * group_bytes
             _decode(group_bytes, weights + codes, following + codes, ring + at % _RING * TILE_BYTES)
-        if at < DISTANCE:
-            continue
-        if group == 0:
-            _clear_totals()
-        ready = ring + (at - DISTANCE) % _RING * TILE_BYTES
-        _add_products(x + group * TILE_ROW_BYTES, x_bytes, after * x_bytes, ready)
-        group += 1
-        if group == groups:
-            _keep_totals(out + panel * VECTOR_BYTES, out_bytes, after * out_bytes)
-            group, panel = 0, panel + 1
+            ahead += 1
+            if ahead == panels:
+                decoded, ahead = decoded + 1, 0
+        if at >= DISTANCE:
+            ready = ring + (at - DISTANCE) % _RING * TILE_BYTES
+            _add_products(panel, x + group * TILE_ROW_BYTES, x_bytes, after * x_bytes, ready)
+            panel += 1
+            if panel == panels:
+                group, panel = group + 1, 0
+    _keep_totals(panels, out, out_bytes, after * out_bytes)
 
 
 @part
@@ -220,7 +234,11 @@ def multiply_codes(
     `buffer`: `PIECE_BYTES` of this thread. Tiles have their shapes: of `rows` rows, or of 16."""
     group_bytes = panel_bytes // groups
     if rows <= PASS_ROWS:
-        _multiply_once(panels, x, x_bytes, rows, weights, following, group_bytes, groups, out, out_bytes, buffer)
+        at_once = panels if rows <= TILE_ROWS else PASS_PANELS
+        for panel in range(0, panels, at_once):
+            codes, to = panel * panel_bytes, out + panel * VECTOR_BYTES
+            columns, ahead = weights + codes, following + codes
+            _multiply_once(at_once, x, x_bytes, rows, columns, ahead, panel_bytes, groups, to, out_bytes, buffer)
         return
     for first in range(0, groups, PIECE_GROUPS):
         count, before = min(PIECE_GROUPS, groups - first), first * group_bytes
