@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable
 from typing import Final
 
@@ -88,7 +89,10 @@ class CpuBackend:
         prepare_cpu(1)
         self._compile(start)
         threads = start.threads
-        return load_compiled(start.model_path, dtype, quantized, start.max_context_tokens, threads, progress)
+        model = load_compiled(start.model_path, dtype, quantized, start.max_context_tokens, threads, progress)
+        if start.pinned:
+            model.pin(sorted(os.sched_getaffinity(0)))
+        return model
 
     def _compile(self, start: Start) -> None:
         try:

@@ -133,6 +133,8 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     """"cuda", only with "triton"; or "cpu"."""
     kernel_cache: str = ""
     """Folder of compiled code; empty: none is kept."""
+    pinned: bool = False
+    """Compiled kernels' threads may stay on one core each: the process is the worker's alone."""
     dot: str = ""
     """How this CPU multiplies bfloat16 by what the pages say (`ops.dot`): the worker refuses to do it otherwise. Empty:
     however it does."""

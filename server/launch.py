@@ -176,6 +176,7 @@ def engine_options(
         kernels=plan.kernels,
         device=plan.device,
         kernel_cache=str(settings.cache / "kernels"),
+        pinned=True,
         dot=dot if plan.kernels == "compiled" else "",
     )
     return EngineOptions(

@@ -82,6 +82,10 @@ class CompiledDecoder:
     def size_bytes(self) -> int:
         return self._embedding.nbytes + sum(packed.nbytes for packed in self._packed)
 
+    def pin(self, cores: Sequence[int]) -> None:
+        """Give each of the program's threads one of the cores, where there are just as many (`Program.pin`)."""
+        self._program.pin(cores)
+
     def close(self) -> None:
         """End the program's threads."""
         self._program.stop()

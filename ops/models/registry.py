@@ -16,6 +16,7 @@ from headrace.ops.weights.files import ModelFile, open_model_file
 
 if TYPE_CHECKING:
     from headrace.ops.cuda.decoder import DeviceDecoder
+    from headrace.ops.models.compiled_decoder import CompiledDecoder
 
 
 def load_model(
@@ -61,7 +62,7 @@ def load_compiled(
     context_tokens: int,
     threads: int,
     progress: Callable[[int, int], None],
-) -> Model:
+) -> CompiledDecoder:
     """The same for the compiled kernels, which must have been compiled (`ops.simd.prepare`)."""
     from headrace.ops.models.compiled_decoder import CompiledDecoder  # numba, half a second
 

@@ -23,6 +23,7 @@ import torch
 from headrace.ops.backend import DTYPES
 from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.kv_pool import KvPool
+from headrace.ops.models.compiled_decoder import CompiledDecoder
 from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.sampler import Sampler
@@ -84,11 +85,14 @@ def load(path: str, mode: str, threads: int, code: str) -> Model:
 
 def measure(path: str, modes: list[str], threads: int, seconds: float, code: str, report: Report) -> None:
     """Fill the report."""
-    probes = {}
+    probes, cores = {}, sorted(os.sched_getaffinity(0))
+    compiled: list[CompiledDecoder] = []
     for mode in modes:
         began = time.perf_counter()
         model = load(path, mode, threads, code)
         report.load_s[mode] = time.perf_counter() - began
+        if isinstance(model, CompiledDecoder):
+            compiled.append(model)
         config = model.config
         group = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
         pages = max(max(STREAMS) * (CONTEXT_TOKENS // PAGE_TOKENS + 1), max(PROMPTS) // PAGE_TOKENS)
@@ -98,6 +102,9 @@ def measure(path: str, modes: list[str], threads: int, seconds: float, code: str
         sampler = Sampler(max(STREAMS), config.vocab_size, chooser)
         runner = StepRunner(model, [pool], sampler, [], cpu_streams())
         probes[mode] = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
+    # As a server does; a thread that is made later would be where this one stays.
+    for decoder in compiled:
+        decoder.pin(cores)
     for shape in SHAPES:
         report.speeds += _speeds(probes, shape, seconds)
 
