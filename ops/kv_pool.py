@@ -131,7 +131,12 @@ class KvPool:
         """Zero pages that a request begins to fill.
 
         Attention reads a page to its end and gives the tail a weight of zero; zero times what a broken request left
-        there may be NaN. 15 µs a page of the default model, once in `page_tokens` steps of a request.
+        there may be NaN. 36 µs a page of the default model on one core of a Xeon (torch took 64), once in `page_tokens`
+        steps of a request. Only on a CPU.
         """
-        if len(pages):
-            self.pages.index_fill_(1, torch.from_numpy(pages.astype(np.int64)), 0)
+        if not len(pages):
+            return
+        assert self._memory is not None
+        values = np.frombuffer(self._memory.mapping, np.uint8).reshape(len(self.shape.layers), self.num_pages, -1)
+        for page in pages.tolist():
+            values[:, page] = 0
