@@ -22,8 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_PIECE_BYTES: Final = 2 << 20
-"""A huge page."""
+HUGE_PAGE_BYTES: Final = 2 << 20
 _MAPPING_BYTES: Final = 64 << 20
 """What is not used of it takes no memory."""
 _ALIGNED_BYTES: Final = 4096
@@ -49,12 +48,12 @@ class ZeroedMemory:
         """Make more of it real for about so long; → whether all of it is."""
         end_s = time.perf_counter() + budget_ms / 1e3
         parts, part_bytes = self._parts.shape
-        while self._touched_pieces < parts * -(-part_bytes // _PIECE_BYTES):
+        while self._touched_pieces < parts * -(-part_bytes // HUGE_PAGE_BYTES):
             if time.perf_counter() >= end_s:
                 return False
             piece, part = divmod(self._touched_pieces, parts)
             # A write that changes nothing.
-            self._parts[part, piece * _PIECE_BYTES : (piece + 1) * _PIECE_BYTES : mmap.PAGESIZE].add_(0)
+            self._parts[part, piece * HUGE_PAGE_BYTES : (piece + 1) * HUGE_PAGE_BYTES : mmap.PAGESIZE].add_(0)
             self._touched_pieces += 1
         return True
 

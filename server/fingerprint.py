@@ -24,7 +24,7 @@ from headrace.ops.weights.gguf import GgufFile, TensorInfo
 WHOLE_BYTES: Final = 1 << 30
 _BLOCK_BYTES: Final = 64 << 10
 _BLOCKS: Final = 4
-_NUMERICS: Final = b"headrace-kv-5"
+_NUMERICS: Final = b"headrace-kv-6"
 """Counted up when a kernel changes what it writes into a page."""
 
 

@@ -35,11 +35,13 @@ from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import TILE_COLUMNS
 from headrace.ops.step_kv import StepKv
 from headrace.ops.wire import I32, ForwardBatch
-from headrace.ops.zeroed_memory import KeptTensors
+from headrace.ops.zeroed_memory import HUGE_PAGE_BYTES, KeptTensors, ZeroedMemory
 
 F32_BYTES: Final = 4
 ROOM_ROWS: Final = 64
 """Buffers grow by whole multiples of so many rows."""
+BLOCKS_OF_THREAD: Final = 4
+"""Of attention, and for each thread, a long chunk has so many at least."""
 
 
 class CompiledDecoder:
@@ -189,7 +191,9 @@ class CompiledDecoder:
         qkv = attended + 2 * config.kv_heads * config.head_dim
         value_bytes = self._kv_dtype.itemsize
         sharing = config.heads // config.kv_heads
-        scratch = max(scratch_bytes(sharing, config.head_dim), PRODUCT_SCRATCH_BYTES)
+        tiled = AMX and self._kv_dtype == torch.bfloat16
+        scratch = max(scratch_bytes(sharing, config.head_dim, tiled), PRODUCT_SCRATCH_BYTES)
+        self._most_block_tokens = block_tokens(sharing, tiled)
         for field, value in (
             (StepField.WIDTH, config.hidden),
             (StepField.HEADS, config.heads),
@@ -212,16 +216,17 @@ class CompiledDecoder:
             (StepField.WIDTH_TILES, -(-config.hidden // TILE_COLUMNS)),
             (StepField.GATE_UP_TILES, -(-config.intermediate // GROUP)),
             (StepField.LOGITS_TILES, -(-config.vocab_size // TILE_COLUMNS)),
-            (StepField.BLOCK_TOKENS, block_tokens(sharing)),
             (StepField.BUNDLES, 0),
             (StepField.SCRATCH_BYTES, round_up(scratch, 4096)),
         ):
             step[field] = value
         # Two pieces for each thread, if there are enough rows.
         parts = -(-2 * self._program.threads // config.kv_heads) if self._program.threads > 1 else 1
-        self._shared = SharedPrefixes(KEYS, block_tokens(sharing), parts)
-        self._scratch = torch.zeros(int(step[StepField.SCRATCH_BYTES]) * self._program.threads, dtype=torch.uint8)
-        step[StepField.SCRATCH] = self._scratch.data_ptr()
+        self._shared = SharedPrefixes(KEYS, self._most_block_tokens, parts)
+        # In a huge page of its own: attention of a long chunk takes a tenth less time so.
+        size = round_up(int(step[StepField.SCRATCH_BYTES]) * self._program.threads, HUGE_PAGE_BYTES)
+        self._scratch = torch.frombuffer(ZeroedMemory(size + HUGE_PAGE_BYTES, 1).mapping, dtype=torch.uint8)
+        step[StepField.SCRATCH] = round_up(self._scratch.data_ptr(), HUGE_PAGE_BYTES)
         constants = self._program.constants
         constants[Constant.EMBEDDING_SCALE] = config.embedding_scale
         constants[Constant.NORM_EPSILON] = config.norm_eps
@@ -266,6 +271,12 @@ class CompiledDecoder:
         self._program.step[field] = buffer.data_ptr()
         return buffer
 
+    def _block_tokens(self, longest: int) -> int:
+        """Tokens of a block of attention: few blocks, but enough of the longest chunk's for all threads."""
+        pieces = BLOCKS_OF_THREAD * self._program.threads
+        share = longest * self.config.kv_heads // pieces // LANES * LANES
+        return min(self._most_block_tokens, max(LANES, share))
+
     def _describe(self, ids: NDArray[np.int64], kv: StepKv) -> None:
         """Tell the program where the batch lies, which must outlive the layers; and the pools, where they are new."""
         batch, step = kv.batch, self._program.step
@@ -278,12 +289,14 @@ class CompiledDecoder:
         step[StepField.ROW_START] = _address(batch.row_start)
         step[StepField.ROW_KV_LEN] = _address(batch.row_kv_len)
         step[StepField.POSITIONS] = _address(batch.positions)
+        lengths = batch.row_start[1:] - batch.row_start[:-1]
+        step[StepField.BLOCK_TOKENS] = self._block_tokens(int(np.maximum.reduce(lengths)))
         step[StepField.BUNDLES] = 0
         if self._sharing_pool is not None and tokens > 1:
-            self._describe_bundles(batch, self._sharing_pool)
+            self._describe_bundles(batch, np.flatnonzero(lengths == 1), self._sharing_pool)
 
-    def _describe_bundles(self, batch: ForwardBatch, pool: KvPool) -> None:
-        step, singles = self._program.step, np.flatnonzero(np.diff(batch.row_start) == 1)
+    def _describe_bundles(self, batch: ForwardBatch, singles: NDArray[np.intp], pool: KvPool) -> None:
+        step = self._program.step
         bundles = self._shared.find(batch.row_slot, batch.row_kv_len, singles, pool.table, pool.page_tokens)
         step[StepField.BUNDLES] = len(bundles.shared)
         if len(bundles.shared):

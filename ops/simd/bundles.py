@@ -13,15 +13,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from headrace.ops.simd.attention import (
-    HeadPages,
     attend_keys,
+    begin_row,
+    end_row,
     part_bytes,
-    put_mixed,
+    query_row_bytes,
     scratch_parts,
     shape_for,
 )
-from headrace.ops.simd.instructions import LANES, kernel
-from headrace.ops.simd.softmax import begin_rows
+from headrace.ops.simd.head_pages import HeadPages
+from headrace.ops.simd.instructions import kernel
+from headrace.ops.simd.tiles import in_tiles
 from headrace.ops.simd.vector import (
     F32,
     F32_BYTES,
@@ -32,7 +34,6 @@ from headrace.ops.simd.vector import (
     put_f32,
     store,
     value_bytes,
-    zeros,
 )
 
 
@@ -61,6 +62,13 @@ def in_table(head: Any, table: int) -> HeadPages:
 
 
 @kernel
+def copy_bytes(source: int, size_bytes: int, to: int) -> None:
+    """So many, up to the end of a vector: `Scratch` has room."""
+    for at in range(0, size_bytes, VECTOR_BYTES):
+        store(F32, to + at, load(F32, source + at))
+
+
+@kernel
 def attend_bundle(
     kv: Any,
     head: Any,
@@ -81,39 +89,29 @@ def attend_bundle(
     `head`: `HeadPages` of any table. `rows`: `BatchRows`. `members`: address of the requests' rows, int32. `shared`:
     keys that they have in common. `queries`, `out`: of the batch's first token. The rest is `attend_block`'s.
     """
-    size, dim, sharing = value_bytes(kv), head.head_dim, sight.sharing
-    head_bytes, mixed_bytes = dim * size, dim * F32_BYTES
-    together = scratch_parts(scratch, count * sharing, dim)
-    alone = scratch_parts(scratch + part_bytes(count * sharing, dim), sharing, dim)
-    shaped = shape_for(kv, count * sharing, shaped)
+    dim, sharing, rows_together = head.head_dim, sight.sharing, count * sight.sharing
+    head_bytes, mixed_bytes, row_bytes = dim * value_bytes(kv), dim * F32_BYTES, query_row_bytes(kv, dim)
+    together = scratch_parts(scratch, rows_together, dim)
+    alone = scratch_parts(scratch + part_bytes(rows_together, dim, in_tiles(kv) != 0), sharing, dim)
+    shaped = shape_for(kv, rows_together, dim, shaped)
     for member in range(count):
         source = queries + get_i32(rows.starts + get_i32(members + member * 4) * 4) * query_bytes
-        for row in range(member * sharing, (member + 1) * sharing):
-            for at in range(0, dim, LANES):
-                store(kv, together.queries + row * head_bytes + at * size, load(kv, source + at * size))
-                store(F32, together.mixed + row * mixed_bytes + at * F32_BYTES, zeros())
-            source += head_bytes
-    begin_rows(count * sharing, together.biases, together.totals)
+        for row in range(sharing):
+            begin_row(kv, dim, source + row * head_bytes, member * sharing + row, together)
     # They stand behind all that they share.
     pages = in_table(head, table_of(rows, get_i32(members)))
-    totals = attend_keys(kv, pages, sight, count, shared - 1, 0, shared, together)
-    shaped = shape_for(kv, sharing, shaped)
+    attend_keys(kv, pages, sight, count, shared - 1, 0, shared, False, together)
+    shaped = shape_for(kv, sharing, dim, shaped)
     for member in range(count):
-        row = get_i32(members + member * 4)
+        first, row = member * sharing, get_i32(members + member * 4)
+        copy_bytes(together.queries + first * row_bytes, sharing * row_bytes, alone.queries)
+        copy_bytes(together.mixed + first * mixed_bytes, sharing * mixed_bytes, alone.mixed)
+        copy_bytes(together.totals + first * VECTOR_BYTES, sharing * VECTOR_BYTES, alone.totals)
         for head_row in range(sharing):
-            source = member * sharing + head_row
-            for at in range(0, dim, LANES):
-                query = load(kv, together.queries + source * head_bytes + at * size)
-                store(kv, alone.queries + head_row * head_bytes + at * size, query)
-                mixed = load(F32, together.mixed + source * mixed_bytes + at * F32_BYTES)
-                store(F32, alone.mixed + head_row * mixed_bytes + at * F32_BYTES, mixed)
-            put_f32(alone.biases + head_row * F32_BYTES, get_f32(together.biases + source * F32_BYTES))
-            store(F32, alone.totals + head_row * VECTOR_BYTES, load(F32, totals + source * VECTOR_BYTES))
-        seen = get_i32(rows.kv_lens + row * 4)
-        pages = in_table(head, table_of(rows, row))
-        own_totals = attend_keys(kv, pages, sight, 1, seen - 1, shared, seen, alone)
+            put_f32(alone.biases + head_row * F32_BYTES, get_f32(together.biases + (first + head_row) * F32_BYTES))
+        seen, pages = get_i32(rows.kv_lens + row * 4), in_table(head, table_of(rows, row))
+        attend_keys(kv, pages, sight, 1, seen - 1, shared, seen, True, alone)
         to = out + get_i32(rows.starts + row * 4) * out_bytes
         for head_row in range(sharing):
-            mixed_at = alone.mixed + head_row * mixed_bytes
-            put_mixed(kv, dim, own_totals + head_row * VECTOR_BYTES, mixed_at, to + head_row * head_bytes)
+            end_row(kv, dim, head_row, alone, to + head_row * head_bytes)
     return shaped

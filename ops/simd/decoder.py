@@ -24,9 +24,10 @@ import numba
 import numpy as np
 
 from headrace.ops.simd.amx import release_tiles
-from headrace.ops.simd.attention import HeadPages, attend_block
+from headrace.ops.simd.attention import attend_block
 from headrace.ops.simd.bundles import BatchRows, attend_bundle, in_table, table_of
 from headrace.ops.simd.copies import Pages, copy_phase
+from headrace.ops.simd.head_pages import HeadPages
 from headrace.ops.simd.inputs import GROUP, store_group
 from headrace.ops.simd.instructions import KERNEL_OPTIONS, LANES, kernel, part
 from headrace.ops.simd.products import (

@@ -7,6 +7,8 @@ and what the row has added up so far is multiplied by a power of two, which is e
 largest score is sought across its lanes only where n is raised. In the first 64 keys that a row sees it is, and seldom
 later.
 
+(AMX has an exponent of its own: `softmax_tiles`.)
+
 A row's state is its bias, `ROUNDER` - n, and its sums of weights, one for each lane: they are added up at the end.
 
     scores   float32 [rows, 64]
@@ -118,6 +120,22 @@ def hide_keys(sight: Any, first: int, rows: int, seen: int, scores: int) -> None
 
 
 @kernel
+def prepare_scores(sight: Any, first: int, rows: int, seen: int, scores: int) -> Any:
+    """Cap the scores, and hide what is not seen → what they are multiplied with to be exponents of 2.
+
+    The rows are those of a block from its row `first` on, `scores` theirs. `sight`: a `Sight`. `seen`: keys that the
+    block's first row sees if there is no window; may be below 0.
+    """
+    scale, last = sight.scale, seen + (first + rows - 1) // sight.sharing
+    if sight.cap > 0:
+        cap_scores(rows, scores, scale, sight.cap)
+        scale = 1.0
+    if seen + first // sight.sharing < KEYS or (sight.window > 0 and last > sight.window):
+        hide_keys(sight, first, rows, seen, scores)
+    return np.float32(scale) * _LOG2_E
+
+
+@kernel
 def row_maximum(scores: int) -> Any:
     """Of a row's 64 scores, lane by lane."""
     low = maximum(load(F32, scores), load(F32, scores + VECTOR_BYTES))
@@ -144,7 +162,6 @@ def raise_biases(rows: int, factor: Any, scores: int, biases: int, totals: int, 
 def weigh_rows(
     kv: Any,
     sight: Any,
-    first: int,
     rows: int,
     seen: int,
     scores: int,
@@ -156,16 +173,10 @@ def weigh_rows(
 ) -> None:
     """Weights of 64 keys, and what follows for the rows' state and sums. `scores` is overwritten.
 
-    The rows are those of a block from its row `first` on, as are all addresses. `sight`: a `Sight`. `seen`: keys that
-    the block's first row sees if there is no window; may be below 0. `mixed`: float32 [rows, head_dim].
+    `sight`: a `Sight`. `seen`: keys that the block's first row sees if there is no window; may be below 0. `mixed`:
+    float32 [rows, head_dim].
     """
-    scale, last = sight.scale, seen + (first + rows - 1) // sight.sharing
-    if sight.cap > 0:
-        cap_scores(rows, scores, scale, sight.cap)
-        scale = 1.0
-    if seen + first // sight.sharing < KEYS or (sight.window > 0 and last > sight.window):
-        hide_keys(sight, first, rows, seen, scores)
-    factor = splat(np.float32(scale) * _LOG2_E)
+    factor = splat(prepare_scores(sight, 0, rows, seen, scores))
     raised = splat(np.float32(0))
     for row in range(rows):
         bias = splat(get_f32(biases + row * F32_BYTES))

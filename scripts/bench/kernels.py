@@ -20,19 +20,22 @@ import torch
 from torch import Tensor
 
 from headrace.ops.simd.amx import release_tiles
-from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
+from headrace.ops.simd.attention import attend_block, block_tokens, scratch_bytes
+from headrace.ops.simd.head_pages import HeadPages
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.packing import group_bytes
 from headrace.ops.simd.products import BUFFER_BYTES, begin_products, block_rows, blocks_of, end_products, multiply_block
 from headrace.ops.simd.rows import normalize_row
 from headrace.ops.simd.softmax import Sight
+from headrace.ops.simd.target import AMX
 from headrace.ops.simd.tiles import PANELS, TILE_COLUMNS
 from headrace.ops.simd.vector import BF16, F32, Q8
 
 IN, OUT = 576, 3072
 """The default model's largest product in a layer: gate and up."""
 HEADS, KV_HEADS, DIM, PAGE = 9, 3, 64, 16
+BLOCK_TOKENS: Final = block_tokens(HEADS // KV_HEADS, AMX)
 ROWS: Final = (1, 8, 32, 512)
 COPIES: Final = 30
 """Weights of so many layers take turns, so that they come from memory."""
@@ -110,7 +113,7 @@ def all_heads(
 ) -> None:
     """Attention of `rows` requests in bfloat16, each with `tokens` tokens at the end of its context."""
     sharing, page_bytes = HEADS // KV_HEADS, 2 * KV_HEADS * PAGE * DIM * 2
-    row_bytes, block, shaped = HEADS * DIM * 2, 48 // sharing, 0
+    row_bytes, block, shaped = HEADS * DIM * 2, BLOCK_TOKENS, 0
     for row in range(rows):
         for first in range(0, tokens, block):
             for head in range(KV_HEADS):
@@ -201,8 +204,7 @@ def attention_at(rows: int, tokens: int, context: int, read: float, peak: float)
     table = np.random.default_rng(0).permutation(rows * per_row).astype(np.int32)
     queries = torch.randn((rows * tokens, HEADS * DIM)).bfloat16()
     out = torch.empty_like(queries)
-    scratch = torch.zeros(scratch_bytes(HEADS // KV_HEADS, DIM), dtype=torch.uint8)
-    assert block_tokens(HEADS // KV_HEADS) == 16
+    scratch = torch.zeros(scratch_bytes(HEADS // KV_HEADS, DIM, AMX), dtype=torch.uint8)
 
     def attend(turn: int) -> None:
         layer = layers[turn % len(layers)].data_ptr()

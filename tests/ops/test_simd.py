@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.ops.simd import vector
-from headrace.ops.simd.attention import HeadPages, attend_block, block_tokens, scratch_bytes
+from headrace.ops.simd.attention import attend_block, block_tokens, scratch_bytes
+from headrace.ops.simd.head_pages import HeadPages
 from headrace.ops.simd.inputs import GROUP, q8_row_bytes, store_group
 from headrace.ops.simd.instructions import LANES, kernel
 from headrace.ops.simd.packing import pack, pack_groups, round_up
@@ -315,8 +316,9 @@ class Pages:
         """`queries` `[tokens, sharing, head_dim]`, a block at a time."""
         shape, size = self._shape, queries.itemsize
         out = torch.empty_like(queries)
-        scratch = torch.empty(scratch_bytes(shape.sharing, shape.head_dim), dtype=torch.uint8)
-        step = block_tokens(shape.sharing)
+        tiled = AMX and self._dtype == torch.bfloat16
+        scratch = torch.empty(scratch_bytes(shape.sharing, shape.head_dim, tiled), dtype=torch.uint8)
+        step = block_tokens(shape.sharing, tiled)
         head = HeadPages(
             table=self.table.ctypes.data,
             pages=self._pages.data_ptr(),
