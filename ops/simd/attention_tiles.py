@@ -11,7 +11,7 @@ are brought together first, once for the chunk of keys that all rows of a block 
 
 While 16 rows are weighed, their scores with the next 64 keys are made, and what they weighed before is mixed; a row's
 weights are emitted behind each dot. Vectors of float32 run at half their speed beside tiles (the CPU's second 512-bit
-unit takes none while it loads tiles or multiplies them), and still all takes a fifth less time than one after the other.
+unit takes none while it loads tiles or multiplies them); still it takes a fifth less time than one after the other.
 
 Of a block that has less than 16 rows, tiles have as many. Of one that has more, the last tile may have rows that mean
 nothing: no row looks at another.

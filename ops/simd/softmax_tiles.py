@@ -134,7 +134,7 @@ STATE: Final = (ADDRESS,) * 5
 
 @instruction(F32x16, INT, F32x16, *STATE, F32x16)
 def weigh_row(b: Builder, row: Value, factor: Value, *rest: Value) -> Value:
-    """Weights of 64 keys for a row, and its new total → the largest of sums of 4 weights and `high`, the last operand."""
+    """Weights of 64 keys for a row, and its new total → the largest of `high`, the last operand, and sums of 4."""
     *state, high = rest
     return _emit_row(b, row, factor, state, high)
 
@@ -178,7 +178,7 @@ def bias_of(largest: Any, factor: Any) -> Any:
 
 @kernel
 def first_biases(weighed: Any) -> None:
-    """What `settle_rows` would make of rows that have seen no key, which took a third of a prompt of 512's attention."""
+    """What `settle_rows` would make of rows that have seen no key, a third of the time of a prompt of 512."""
     for row in range(weighed.rows):
         largest = row_maximum(weighed.scores + row * SCORE_BYTES)
         if any_above(largest, splat(_SEEN)):
