@@ -340,7 +340,7 @@ def attend_in_tiles(
         unit, weights, values, mixed = 0, 0, 0, 0
         for top in range(0, rows, tile_rows):
             height = min(tile_rows, rows - top)
-            begin, stop = chunk, min(chunk + steps * KEYS, position + (top + height - 1) // sharing + 1)
+            begin, stop = chunk, min(chunk + steps * KEYS, end, position + (top + height - 1) // sharing + 1)
             if sight.window > 0:
                 begin = max(chunk, (position + top // sharing + 1 - sight.window) // KEYS * KEYS)
             if begin >= stop:
