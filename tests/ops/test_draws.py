@@ -51,11 +51,17 @@ def assert_the_same(logits: Tensor, of: NDArray[np.float64]) -> None:
 )
 @example(49_152, 3.0, 0.8, 50, 0.95, 0.0)
 @example(49_152, 0.1, 1.0, 0, 0.95, 0.0)
+@example(100, 60.0, 1.0, 0, 1.0, 0.0)
 @example(15, 60.0, 1.0, 0, 1.0, 0.0)  # a share of 0 of weights that are subnormal
 def test_any_parameters_choose_as_the_reference_does(
     vocab: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    assert_the_same(rows(vocab, spread), parameters(temperature, top_k, top_p, min_p))
+    of = parameters(temperature, top_k, top_p, min_p)
+    if spread > 5:
+        # Weights of 1e-10 and 1e-13 of the whole stand at its end: which of them the last share of all meets is decided
+        # by the last bit of the largest, in which two exponentials may differ.
+        of[1, UNIFORM] = 1 - 2**-20
+    assert_the_same(rows(vocab, spread), of)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
