@@ -32,8 +32,8 @@ ALARM_S: Final = 0.5e-3
 rounds to nothing rings at once, again and again, until the time has come."""
 COPY_MS: Final = 1.2
 """Of the copies behind a step. The bound is 2 ms; the 99th percentile of a copy was 1.1 to 1.6 times its median."""
-COPY_SHARE: Final = 1 / 50
-"""Of a step that is longer than 60 ms: what it computes has to go to the host as fast as it comes, or the pages of a
+COPY_SHARE: Final = 1 / 20
+"""Of a step that is longer than 24 ms: what it computes has to go to the host as fast as it comes, or the pages of a
 busy device are held by their copies, and newcomers wait for those."""
 COPIES_AHEAD: Final = 4
 """Under way on a device where they delay no step."""
