@@ -518,7 +518,10 @@ def do_job(element: Any, kv: Any, step: Any, layers: Any, constants: Any, thread
     if job & OUTPUT:
         phase = output_part(element, member, phase, step, constants, scratch, qkv_of(step, layers[0]))
     if job & COPY:
-        copy_part(member, phase, step)
+        phase = copy_part(member, phase, step)
+    if phase == 0:
+        # Of no layer. A helper that has not looked at the job yet would take the next one for it.
+        end_phase(member, phase)
 
 
 @numba.njit(**KERNEL_OPTIONS)  # type: ignore[untyped-decorator]

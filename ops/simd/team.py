@@ -45,7 +45,7 @@ SPIN_NS: Final = 50_000
 LINE_BYTES: Final = 64
 """Counters stand a cache line apart."""
 _JOBS: Final = 0 * LINE_BYTES
-_ARRIVALS: Final = 2 * LINE_BYTES
+ARRIVALS: Final = 2 * LINE_BYTES
 _CLAIMS: Final = 4 * LINE_BYTES
 _CLAIM_SETS: Final = 2
 _SLEEPERS: Final = LINE_BYTES
@@ -189,12 +189,12 @@ def end_phase(member: Member, phase: int) -> int:
     reset(claims_of(member, phase + 1, member.thread))
     if threads == 1:
         return phase + 1
-    arrived = fetch_add(cells + _ARRIVALS, 1) + 1
+    arrived = fetch_add(cells + ARRIVALS, 1) + 1
     everyone = (arrived + threads - 1) // threads * threads
     if arrived < everyone:
-        wait_for(cells + _ARRIVALS, everyone)
-    elif look(cells + _ARRIVALS + _SLEEPERS) > 0:
-        wake_all(cells + _ARRIVALS)
+        wait_for(cells + ARRIVALS, everyone)
+    elif look(cells + ARRIVALS + _SLEEPERS) > 0:
+        wake_all(cells + ARRIVALS)
     return phase + 1
 
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from headrace.ops.simd.compiler import prepare
+from headrace.ops.simd.program import Program
+from headrace.ops.simd.tables import ATTEND, MLP
+from headrace.ops.simd.team import ARRIVALS
 from headrace.ops.zeroed_memory import KeptTensors
 from headrace.server.models import cache_folder
 
@@ -25,12 +28,14 @@ def cores() -> Iterator[list[int]]:
     os.sched_setaffinity(0, before)
 
 
+def new_program() -> Program:
+    prepare("float32", "float32", str(cache_folder(os.environ) / "kernels"), lambda done, total: None)
+    return Program("float32", "float32", 1, THREADS)
+
+
 def where_threads_may_run(given: list[int]) -> list[set[int]]:
     """The caller's and the helper's cores, when a program was offered the given ones."""
-    prepare("float32", "float32", str(cache_folder(os.environ) / "kernels"), lambda done, total: None)
-    from headrace.ops.simd.program import Program
-
-    program = Program("float32", "float32", 1, THREADS)
+    program = new_program()
     try:
         program.pin(given)
         ids = (0, *(helper.native_id for helper in program._helpers))
@@ -47,6 +52,17 @@ def test_threads_get_a_core_each_where_there_are_just_as_many(cores: list[int]) 
 def test_threads_stay_where_they_may_be_if_there_are_fewer_cores_or_more(cores: list[int], count: int) -> None:
     given = [cores[at % len(cores)] for at in range(count)]
     assert where_threads_may_run(given) == [set(cores)] * THREADS
+
+
+def test_a_job_of_no_layer_ends_when_every_thread_has_seen_it() -> None:
+    program = new_program()
+    try:
+        for jobs in (1, 2):
+            program.run_layers(ATTEND | MLP, 1, 1)
+            arrivals = program._cells[ARRIVALS // program._cells.itemsize]
+            assert arrivals == jobs * THREADS, "the next job's tables are written while a thread looks at this one's"
+    finally:
+        program.stop()
 
 
 def test_kept_tensors_are_copies_that_leave_each_other_alone() -> None:
