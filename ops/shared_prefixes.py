@@ -27,6 +27,9 @@ from headrace.ops.wire import I32
 
 LEAST_SHARED: Final = 128
 """Tokens that are worth a bundle."""
+MOST_FORKS: Final = 32
+"""On the way to a bundle. Without a bound a thousand requests that leave one text each at another page would be as many
+calls within each other, more than Python has; and 256 of them take 40 ms."""
 
 
 class Bundles(NamedTuple):
@@ -69,7 +72,7 @@ class SharedPrefixes:
     def _seek(self, slots: I32, kv_len: I32, singles: NDArray[np.intp], table: I32, page_tokens: int) -> Bundles:
         prefixes = _Prefixes(table[slots], kv_len // page_tokens, page_tokens, self._step_tokens)
         bundles: list[tuple[NDArray[np.intp], int]] = []
-        for rows, shared in prefixes.best(singles, 0).sharing:
+        for rows, shared in prefixes.best(singles, 0, MOST_FORKS).sharing:
             parts = max(-(-len(rows) // self._most_rows), min(self._least_parts, len(rows) // 2))
             bundles += [(part, shared) for part in np.array_split(rows, parts) if len(part) > 1]
         if not bundles:
@@ -110,9 +113,9 @@ class _Prefixes:
         self._page_tokens = page_tokens
         self._step_tokens = step_tokens
 
-    def best(self, rows: NDArray[np.intp], known: int) -> _Best:
+    def best(self, rows: NDArray[np.intp], known: int, forks: int) -> _Best:
         """Of rows that have their `known` first pages in common. Those who share more among themselves are a bundle of
-        their own where that saves more than being in the large one."""
+        their own where that saves more than being in the large one; they are sought past so many forks."""
         limit = int(self._full_pages[rows].min())
         pages = self._pages[rows, known:limit]
         other = np.flatnonzero((pages != pages[0]).any(axis=0))
@@ -123,7 +126,7 @@ class _Prefixes:
         ends_here = self._full_pages[rows] <= common
         saved, sharing, together = 0, list[tuple[NDArray[np.intp], int]](), [rows[ends_here]]
         for child in self._by_page(rows[~ends_here], common):
-            best = self.best(child, common + 1) if len(child) > 1 else _Best(0, [])
+            best = self.best(child, common + 1, forks - 1) if forks and len(child) > 1 else _Best(0, [])
             if best.saved > len(child) * shared:
                 saved, sharing = saved + best.saved, sharing + best.sharing
             else:

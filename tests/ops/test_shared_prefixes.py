@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ops.shared_prefixes import LEAST_SHARED, Bundles, SharedPrefixes
+from headrace.ops.shared_prefixes import LEAST_SHARED, MOST_FORKS, Bundles, SharedPrefixes
 from headrace.ops.wire import I32
 
 PAGE, STEP, PAGES = 16, 64, 40
@@ -72,6 +72,15 @@ def test_a_slot_whose_pages_become_others_is_noticed() -> None:
     assert as_list(prefixes.find(slots, kv_len, rows, table, PAGE)) == [([0, 1, 2, 3], 256)]
     table[2, 8] = 999
     assert as_list(prefixes.find(slots, kv_len, rows, table, PAGE)) == [([0, 1, 3], 256)]
+
+
+def test_a_thousand_rows_that_leave_one_text_each_at_another_page_are_bundled() -> None:
+    rows, first = np.arange(1024), LEAST_SHARED // PAGE
+    pages = np.arange(first + len(rows) + 1)
+    table = np.where(pages < first + rows[:, None], pages, len(pages) + rows[:, None]).astype(np.int32)
+    kv_len = ((first + rows) * PAGE + 5).astype(np.int32)
+    found = bundled(table, kv_len, most=len(rows))
+    assert max(len(bundle) for bundle, _ in found) > len(rows) - 2 * MOST_FORKS
 
 
 @given(
