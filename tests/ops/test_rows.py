@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ SHORT = 21
 LONG = 150
 SHARED = 144
 """Tokens of whole pages, whatever their size; 128 of them are read once."""
+HOST_PAGE_BYTES = 16384
 SEQUENCE = [int(token) for token in np.random.default_rng(3).integers(0, VOCAB, LONG)]
 
 
@@ -44,8 +45,17 @@ MODES = [
 class Watched:
     """A driver, and the logits that its model gave last."""
 
-    def __init__(self, model: Path, mode: Mode, threads: int = 1) -> None:
-        self.driver = Driver(model, slots=SLOTS, num_pages=2048, kernels="compiled", threads=threads, **mode._asdict())
+    def __init__(self, model: Path, mode: Mode, threads: int = 1, host_pages: int = 0) -> None:
+        self.driver = Driver(
+            model,
+            slots=SLOTS,
+            num_pages=2048,
+            host_pool=bytearray(host_pages * HOST_PAGE_BYTES) if host_pages else None,
+            host_slot_bytes=HOST_PAGE_BYTES if host_pages else 0,
+            kernels="compiled",
+            threads=threads,
+            **mode._asdict(),
+        )
         inner = self.driver.model.logits
         self._last = torch.empty(0)
 
@@ -60,9 +70,9 @@ class Watched:
         """Logits of the step's last sample."""
         return self.all_after(*feeds)[-1]
 
-    def all_after(self, *feeds: Feed) -> Tensor:
+    def all_after(self, *feeds: Feed, loads: Sequence[tuple[int, int]] = ()) -> Tensor:
         """Of all its samples."""
-        self.driver.launch(feeds)
+        self.driver.launch(feeds, loads=loads)
         assert len(self._last), self.driver.replies[-1]
         return self._last
 
@@ -189,6 +199,25 @@ def test_any_number_of_threads_gives_the_same_bits(small_model: Path, mode: Mode
         watched.fresh(0)
         watched.after(Feed(0, SEQUENCE[:100]))
         assert torch.equal(watched.after(Feed(0, SEQUENCE[100:])), alone)
+    finally:
+        watched.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_prefix_that_the_host_brings_back_has_the_same_bits(
+    small_model: Path, mode: Mode, alone: Tensor, threads: int
+) -> None:
+    watched = Watched(small_model, mode, threads, SHARED // mode.page_tokens)
+    try:
+        watched.fresh(0)
+        watched.after(Feed(0, SEQUENCE[:SHARED]))
+        given = list(watched.driver.slots[0].pages)
+        watched.driver.back_up(given, list(range(len(given))))
+        for slot in range(1, 9):
+            watched.fresh(slot)
+            loads = list(enumerate(watched.driver.give_pages(slot, SHARED)))
+            watched.driver.slots[slot].length = SHARED
+            assert torch.equal(watched.all_after(Feed(slot, SEQUENCE[SHARED:]), loads=loads)[-1], alone)
     finally:
         watched.close()
 
