@@ -5,7 +5,7 @@ block has. What they share is a multiple of 64 keys, which all of them see: they
 Then each goes on alone, from its rows' state. A row's bits are the same as without a bundle, since no row of a block
 looks at another, and its keys are added in the same order.
 
-16 requests of 1104 tokens, 1008 of them shared, with 9 heads over 3 of 64 dimensions: 150 µs a layer in place of 380.
+32 requests that share 7,808 of 7,900 tokens, 9 heads over 3 of 64 dimensions: a step takes 49 ms in place of 164.
 """
 
 from __future__ import annotations
