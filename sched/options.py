@@ -44,7 +44,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     """The same of each window group."""
     write_policy: WritePolicy = "write_through"
     max_copy_bytes: int = MAX_COPY_BYTES
-    """Of one copy to the host; one goes behind each step."""
+    """Of one copy to the host; `CopyPace` says how many pages go behind a step."""
     storage: OpenStore | None = None
     """The storage tier behind the host's."""
     storage_limits: StorageLimits = StorageLimits()

@@ -76,7 +76,8 @@ MANUAL: Final[FlagTable] = {
         Flag(
             "cpu_threads",
             "THREADS",
-            "Threads of the model on a CPU. Default: one less than the cores, which leaves one to the server.",
+            "Threads of the model on a CPU. Default: one less than the cores, which leaves one to the server. With "
+            "as many as there are cores each stays on its own.",
         ),
     ),
     "memory": (
