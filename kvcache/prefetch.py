@@ -112,6 +112,7 @@ class Prefetch:
             "asked_s",
             "cut",
             "done",
+            "done_s",
             "due_s",
             "end",
             "first",
@@ -167,6 +168,8 @@ class Prefetch:
         """Storage was asked; and once more, at its request's turn."""
         self.done = False
         """Nothing more will come of it."""
+        self.done_s = math.inf
+        """Since when."""
         self.cut = False
         """A page was gone or damaged: what follows it is of no use."""
         self.short = False
@@ -179,6 +182,10 @@ class Prefetch:
         self.room_timer: asyncio.TimerHandle | None = None
         self.reason = ""
         """Why its request waited or went on, when it was last asked."""
+
+    def end_at(self, now_s: float) -> None:
+        """Nothing more will come of it."""
+        self.done, self.done_s = True, now_s
 
     @property
     def is_due(self) -> bool:

@@ -227,8 +227,9 @@ class Prefetcher:
         self.counts.wasted += lost
         prefetch.arrived -= lost
         prefetch.first = min(prefetch.first, prefetch.reached)
-        prefetch.short = prefetch.cut = False
-        prefetch.done = not self._ask(prefetch)
+        prefetch.short = prefetch.cut = prefetch.done = False
+        if not self._ask(prefetch):
+            prefetch.end_at(self._loop.time())
 
     def _ask(self, prefetch: Prefetch) -> bool:
         """Look up what is missing behind `reached`; False if that is not worth it."""
@@ -277,7 +278,7 @@ class Prefetcher:
             if self._indexed_pages(prefetch) == prefetch.looked_from and probed:
                 self._begin_piece(prefetch, is_first=True)
         elif prefetch.end <= prefetch.had:
-            prefetch.done = True
+            prefetch.end_at(self._loop.time())
         self._on_change()
 
     # ------------------------------------------------------------------------------------------------------------
@@ -495,7 +496,7 @@ class Prefetcher:
             self._client.cancel(operation)
 
     def _end(self, prefetch: Prefetch) -> None:
-        prefetch.done = True
+        prefetch.end_at(self._loop.time())
         if prefetch.room_timer is not None:
             prefetch.room_timer.cancel()
             prefetch.room_timer = None

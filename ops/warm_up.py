@@ -26,8 +26,10 @@ from headrace.ops.wire import (
 
 INIT_OFF: Final = {**dict.fromkeys(INIT_FLOATS, 0.0), "top_p": 1.0, "repetition": 1.0}
 """Sampling parameters that do nothing."""
-ESSENTIAL: Final = 4
-"""Two decode steps, a prefill chunk, and one at a longer context: less would leave a cost unknown."""
+ESSENTIAL: Final = 5
+"""Decode steps of two sizes and at two contexts, a prefill chunk near and one far: less would leave a cost unknown."""
+FAR_TOKENS: Final = 1792
+"""A longer context. With it and the largest chunk behind it, `PAGES` of 16 tokens are used once each."""
 PAGES: Final = 128
 """That the warm-up's steps use, again and again: the first of the pool, whose memory is real, and with all layers still
 more than the cache holds."""
@@ -112,10 +114,10 @@ def _shapes(pool: KvPool, largest_chunk_tokens: int) -> list[StepShape]:
     largest = min(largest_chunk_tokens, room_tokens)
     small, medium = min(64, largest), min(256, largest)
     shapes = [
-        *(StepShape(1, 0, 192), StepShape(min(8, slots), 0, 192)),
-        *(StepShape(0, small, 0), StepShape(0, min(32, small), 1024)),
-        StepShape(min(32, slots), 0, 192),
-        *(StepShape(0, medium, 0), StepShape(0, largest, 0)),
+        *(StepShape(1, 0, 192), StepShape(min(8, slots), 0, 192), StepShape(1, 0, FAR_TOKENS)),
+        *(StepShape(0, small, 0), StepShape(0, min(32, small), FAR_TOKENS)),
+        *(StepShape(0, medium, 0), StepShape(0, medium, FAR_TOKENS)),
+        *(StepShape(min(32, slots), 0, 192), StepShape(0, largest, 0)),
     ]
     fitting = [
         shape._replace(context_tokens=min(shape.context_tokens, room_tokens - shape.tokens // shape.rows))

@@ -71,7 +71,7 @@ class ScheduleBatch:
 
     __slots__ = (
         *("_bytes", "_sizes", "chunks", "decode", "entered", "grown", "grown_pages", "inits", "loading", "moved"),
-        *("prefill_pairs", "window_edits"),
+        *("prefill_pairs", "read_tokens", "window_edits"),
     )
 
     def __init__(
@@ -95,6 +95,8 @@ class ScheduleBatch:
         """Those of them that load pages from the host."""
         self.prefill_pairs = 0
         """Sum of tokens x context over the chunks, what attention costs."""
+        self.read_tokens = 0
+        """Whose KV is read for the decoding slots."""
         rows = len(decode)
         edits = grown_pages.size + sum(some.places.pages.size for some in moved)
         counts = Counts(rows, rows, rows, rows, edits, 0, 0, 0, 0, 0)

@@ -2,7 +2,7 @@
 
 in     costs measured by the worker's warm-up; steps launched and done; copies done
 out    predicted ms; a budget for a step's prefill; a time to launch; pages of a copy
-state  four coefficients and two running corrections; the predicted end of the last launched step; ms a copied page
+state  five coefficients and two running corrections; the predicted end of the last launched step; ms a copied page
 owner  the engine
 ready  from the start: without measurements the budget is the fixed one and launches are immediate
 end    with the engine
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from headrace.ops.wire import StepCost
 
@@ -51,40 +51,62 @@ _SMOOTHING: Final = 0.1
 _SLOW_SMOOTHING: Final = 0.05
 
 
-class CostModel:
-    """Predicted ms of a step: `base + row x decode rows + token x prefill tokens + pair x (prefill tokens x context)`.
+class StepWork(NamedTuple):
+    """What is in a step, as far as its cost depends on it."""
 
-    The last term is attention. Factors follow what is observed: the mean for plain decode and for mixed steps, and for
-    mixed steps also what only `SLOW_SHARE` of them exceed. That one climbs by a twentieth with every step that does and
-    sinks by a thousandth with every other (Robbins and Monro, "A stochastic approximation method", 1951), so that it
-    rests where the two cancel.
+    decode_rows: int = 0
+    kv_tokens: int = 0
+    """Whose KV is read for them: the sum of their contexts, or fewer where they share pages."""
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    """The sum over chunks of tokens x context at their end."""
+
+
+class CostModel:
+    """Predicted ms of a step: `base + row x decode rows + read x KV tokens + token x prefill tokens + pair x pairs`.
+
+    The last term is attention of chunks, the third that of decode rows. Factors follow what is observed: the mean for
+    plain decode and for mixed steps, and for mixed steps also what only `SLOW_SHARE` of them exceed. That one climbs by
+    a twentieth with every step that does and sinks by a thousandth with every other (Robbins and Monro, "A stochastic
+    approximation method", 1951), so that it rests where the two cancel.
     """
 
     def __init__(self, costs: Sequence[StepCost]) -> None:
         self.measured = bool(costs)
-        decode = sorted((cost.decode_rows, cost.step_ms) for cost in costs if not cost.prefill_tokens)
-        first, last = (decode[0], decode[-1]) if decode else ((0, 0.0), (0, 0.0))
+        decode = [cost for cost in costs if not cost.prefill_tokens]
+        near_tokens = min((cost.context_tokens for cost in decode), default=0)
+        near = sorted((cost.decode_rows, cost.step_ms) for cost in decode if cost.context_tokens == near_tokens)
+        first, last = (near[0], near[-1]) if near else ((0, 0.0), (0, 0.0))
+        far = max(decode, key=lambda cost: cost.context_tokens, default=None)
+        self.read_ms = 0.0
+        if far is not None and far.context_tokens > near_tokens:
+            same = next((ms for rows, ms in near if rows == far.decode_rows), far.step_ms)
+            read_tokens = far.decode_rows * (far.context_tokens - near_tokens)
+            self.read_ms = max(0.0, (far.step_ms - same) / read_tokens)
         spread = last[0] - first[0]
-        self.row_ms = max(0.0, (last[1] - first[1]) / spread) if spread else 0.0
-        self.base_ms = max(0.0, first[1] - first[0] * self.row_ms)
+        per_row_ms = max(0.0, (last[1] - first[1]) / spread) if spread else 0.0
+        self.base_ms = max(0.0, first[1] - first[0] * per_row_ms)
+        self.row_ms = max(0.0, per_row_ms - self.read_ms * near_tokens)
         prefill = [cost for cost in costs if cost.prefill_tokens]
         fresh = [cost for cost in prefill if cost.context_tokens <= cost.prefill_tokens]
         self.token_ms = max((self._rest(cost) / cost.prefill_tokens for cost in fresh[-1:]), default=0.0)
         if not self.measured:
             self.token_ms = GUESSED_TOKEN_MS
-        deep = max(prefill, key=lambda cost: cost.context_tokens, default=None)
+        # Few tokens share what reading a context costs: the largest chunk is nearest to those of a busy server.
+        deep = [cost for cost in prefill if cost.context_tokens > cost.prefill_tokens]
+        far_chunk = max(deep, key=lambda cost: cost.prefill_tokens, default=None)
         self.pair_ms = 0.0
-        if deep is not None and deep.context_tokens > deep.prefill_tokens:
-            attention_ms = self._rest(deep) - self.token_ms * deep.prefill_tokens
-            self.pair_ms = max(0.0, attention_ms / (deep.prefill_tokens * deep.context_tokens))
+        if far_chunk is not None:
+            tokens = far_chunk.prefill_tokens
+            attention_ms = self._rest(far_chunk) - self.token_ms * tokens
+            self.pair_ms = max(0.0, attention_ms / (tokens * (far_chunk.context_tokens + tokens)))
         self._decode_factor = self._mixed_factor = self._slow_factor = 1.0
 
-    def predict_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:
-        """`prefill_pairs`: the sum over chunks of tokens x context."""
+    def predict_ms(self, work: StepWork) -> float:
+        """0 where nothing was measured."""
         if not self.measured:
             return 0.0
-        factor = self._mixed_factor if prefill_tokens else self._decode_factor
-        return factor * self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
+        return (self._mixed_factor if work.prefill_tokens else self._decode_factor) * self._raw_ms(work)
 
     def prefill_ms(self, tokens: int, context_tokens: int) -> float:
         """Computing so many tokens behind a context, beyond what a step costs anyway."""
@@ -97,16 +119,17 @@ class CostModel:
         themselves."""
         return f"{self._mixed_factor:.2f} x (tokens x {self.token_ms:.4f} ms + pairs x {self.pair_ms * 1e6:.1f} ns)"
 
-    def observe(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int, step_ms: float) -> None:
+    def observe(self, work: StepWork, step_ms: float) -> None:
         """A step took `step_ms` on the device."""
         if not self.measured:
             return
-        raw_ms = self._raw_ms(decode_rows, prefill_tokens, prefill_pairs)
+        raw_ms = self._raw_ms(work)
         if raw_ms <= 0.0:
             return
         # One stall of the machine must not halve the budget: a single step counts as at most four times the model.
-        ratio = min(4.0, max(0.25, step_ms / raw_ms))
-        if prefill_tokens:
+        factor = self._mixed_factor if work.prefill_tokens else self._decode_factor
+        ratio = min(4.0 * factor, max(0.25 * factor, step_ms / raw_ms))
+        if work.prefill_tokens:
             self._mixed_factor += _SMOOTHING * (ratio - self._mixed_factor)
             exceeded = ratio > self._slow_factor
             self._slow_factor *= 1 + _SLOW_SMOOTHING * ((1 - SLOW_SHARE) if exceeded else -SLOW_SHARE)
@@ -114,7 +137,7 @@ class CostModel:
             self._decode_factor += _SMOOTHING * (ratio - self._decode_factor)
 
     def budget(
-        self, decode_rows: int, target_ms: float, most_tokens: int, least_tokens: int, promised: bool = False
+        self, decode: StepWork, target_ms: float, most_tokens: int, least_tokens: int, promised: bool = False
     ) -> StepBudget:
         """What a step beside these decode rows may hold so that it takes `target_ms`, or `ALONE_STEP_MS` without any.
 
@@ -123,16 +146,19 @@ class CostModel:
         """
         if not self.measured:
             return StepBudget(min(most_tokens, FIXED_BUDGET_TOKENS))
-        step_ms = target_ms if decode_rows else max(target_ms, ALONE_STEP_MS)
-        factor = max(self._mixed_factor, self._slow_factor) if promised and decode_rows else self._mixed_factor
-        room_ms = step_ms / factor - self.base_ms - self.row_ms * decode_rows
+        step_ms = target_ms if decode.decode_rows else max(target_ms, ALONE_STEP_MS)
+        factor = self._mixed_factor
+        if promised and decode.decode_rows:
+            factor = max(factor, self._slow_factor)
+        room_ms = step_ms / factor - self._raw_ms(decode)
         return StepBudget(most_tokens, room_ms, self.token_ms, self.pair_ms, least_tokens)
 
-    def _raw_ms(self, decode_rows: int, prefill_tokens: int, prefill_pairs: int) -> float:
-        return self.base_ms + self.row_ms * decode_rows + self.token_ms * prefill_tokens + self.pair_ms * prefill_pairs
+    def _raw_ms(self, work: StepWork) -> float:
+        decode_ms = self.base_ms + self.row_ms * work.decode_rows + self.read_ms * work.kv_tokens
+        return decode_ms + self.token_ms * work.prefill_tokens + self.pair_ms * work.prefill_pairs
 
-    def _rest(self, cost: StepCost) -> float:
-        return max(0.0, cost.step_ms - self.base_ms - self.row_ms * cost.decode_rows)
+    def _rest(self, chunk: StepCost) -> float:
+        return max(0.0, chunk.step_ms - self.base_ms)
 
 
 class CopyPace:

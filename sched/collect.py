@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.ops.wire import StepResults
 from headrace.sched.batch import ScheduleBatch
+from headrace.sched.budget import StepWork
 from headrace.sched.messages import Finished, PromptLogprobs, Started, StepDeltas
 from headrace.sched.request import Request, SlotTable, Stage
 from headrace.sched.scheduler import Scheduler
@@ -43,11 +44,17 @@ class LaunchedStep:
     """Sum of the decode rows' contexts."""
     prefill_tokens: int
     prefill_pairs: int
+    read_tokens: int
+    """Whose KV is read for the decode rows."""
     launched_s: float
     loading: list[Request]
     """Requests whose host pages it loads."""
     skipped: int = 0
     """Samples left out because their masks were late; their generations are then -1."""
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(self.decode_rows, self.read_tokens, self.prefill_tokens, self.prefill_pairs)
 
 
 def remember(batch: ScheduleBatch, table: SlotTable, step: int, ring_slot: int, now_s: float) -> LaunchedStep:
@@ -70,6 +77,7 @@ def remember(batch: ScheduleBatch, table: SlotTable, step: int, ring_slot: int, 
         kv_tokens=int(table.computed[batch.decode].sum()) + len(batch.decode),
         prefill_tokens=batch.prefill_tokens,
         prefill_pairs=batch.prefill_pairs,
+        read_tokens=batch.read_tokens,
         launched_s=now_s,
         loading=batch.loading,
     )

@@ -36,7 +36,7 @@ from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageRefused
 from headrace.ops.wire import BackupDone, Forward, MakePools, Ready, StepDone
 from headrace.sched.batch import encode
-from headrace.sched.budget import ALARM_S, TARGET_STEP_MS, CopyPace, CostModel, LaunchClock, StepBudget
+from headrace.sched.budget import ALARM_S, TARGET_STEP_MS, CopyPace, CostModel, LaunchClock, StepBudget, StepWork
 from headrace.sched.cache_control import CacheControl
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.copying import CopyStage
@@ -296,7 +296,7 @@ class Engine:
             page_bytes=page_bytes,
             waited_ms=dict(self._waited_ms),
             saved_ms=self._saved_ms,
-            prefill_budget_tokens=self._budget(1).tokens(0),
+            prefill_budget_tokens=self._budget(StepWork(1)).tokens(0),
             last_step_age_ms=device.silent_s * 1e3 if self._in_flight else 0.0,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
@@ -455,7 +455,7 @@ class Engine:
         if not self._in_flight:
             self._device.begins_work()
         self._in_flight.append(launched)
-        predicted_ms = self._costs.predict_ms(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs)
+        predicted_ms = self._costs.predict_ms(launched.work)
         self._clock.launched(now_s, predicted_ms)
         self._idle_check.launched(step, launched.decode_rows, launched.prefill_tokens)
         self._sample()
@@ -501,7 +501,7 @@ class Engine:
             queued = launched.launched_s <= self._collected_s
             self.step_listener(launched, done.step_ms, (now_s - self._collected_s) * 1e3 if queued else -1.0)
         self._collected_s = now_s
-        self._costs.observe(launched.decode_rows, launched.prefill_tokens, launched.prefill_pairs, done.step_ms)
+        self._costs.observe(launched.work, done.step_ms)
         self._clock.done(now_s, len(self._in_flight), done.step_ms)
         if len(collected.matched):
             self._matchers.advance(collected.matched.tolist(), collected.matched_ids.tolist())
@@ -514,14 +514,14 @@ class Engine:
                 self._waited_ms[cause] += part_ms
         self.sink(collected.deltas)
 
-    def _budget(self, decode_rows: int) -> StepBudget:
+    def _budget(self, decode: StepWork) -> StepBudget:
         """What a step beside these decode rows may hold."""
         options = self._options
         if options.prefill_tokens and not options.target_itl_ms:
             return StepBudget(min(options.prefill_tokens, options.max_chunk_tokens))
         most_tokens = min(options.prefill_tokens or options.max_chunk_tokens, options.max_chunk_tokens)
         asked_ms, least = options.target_itl_ms, options.layout.page_tokens
-        return self._costs.budget(decode_rows, asked_ms or TARGET_STEP_MS, most_tokens, least, asked_ms > 0)
+        return self._costs.budget(decode, asked_ms or TARGET_STEP_MS, most_tokens, least, asked_ms > 0)
 
     # ------------------------------------------------------------------------------------------------------------
     # Ends
@@ -581,7 +581,7 @@ class Engine:
         return known - request.prompt_tokens
 
     def _retry_after_s(self, queued_tokens: int) -> int:
-        prefill_ms = self._costs.predict_ms(0, queued_tokens, 0)
+        prefill_ms = self._costs.predict_ms(StepWork(prefill_tokens=queued_tokens))
         return max(1, min(60, round(prefill_ms / 1e3)))
 
     # ------------------------------------------------------------------------------------------------------------

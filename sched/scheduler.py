@@ -32,14 +32,14 @@ from headrace.kvcache.pool import Fence
 from headrace.kvcache.prefetch import PrefillMs
 from headrace.ops.wire import I32, RingGeometry
 from headrace.sched.batch import Chunk, Moved, ScheduleBatch
-from headrace.sched.budget import GUESSED_TOKEN_MS, OutputForecast, StepBudget
+from headrace.sched.budget import GUESSED_TOKEN_MS, OutputForecast, StepBudget, StepWork
 from headrace.sched.messages import WaitedFor
 from headrace.sched.policies import SchedulePolicy
 from headrace.sched.queue import WaitingQueue
 from headrace.sched.request import Request, SlotTable, Stage
 from headrace.sched.window_pages import WindowPages
 
-BudgetFor: TypeAlias = Callable[[int], StepBudget]
+BudgetFor: TypeAlias = Callable[[StepWork], StepBudget]
 """Decode rows → what the step may hold beside them."""
 
 _MAX_PASSED_OVER: Final = 64
@@ -83,6 +83,8 @@ class Scheduler:
         self._growth: tuple[int, int] | None = None
         """Requests with pages, and the outputs that they may still have, once this step has asked for it."""
         self._filling: dict[bytes, int] = {}
+        self._await_storage: list[Request] = []
+        """Those that were last seen to wait for storage."""
         self._with_duplicates: list[Request] = []
         self._moved: list[Moved] = []
         """Edits of page tables that no launched batch has carried yet."""
@@ -136,7 +138,8 @@ class Scheduler:
         if urgent is not None:
             self._make_room(urgent)
         batch = self._decode(stuck)
-        budget = budget_for(len(batch.decode))
+        batch.read_tokens = self._read_tokens(batch.decode)
+        budget = budget_for(StepWork(len(batch.decode), batch.read_tokens))
         # Prompts that the first of the waiting outranks by enough to preempt them get what it leaves of the step.
         later = [request for request in self.prefilling if urgent is not None and self._outranks(urgent, request)]
         for request in self.prefilling:
@@ -284,6 +287,12 @@ class Scheduler:
         table.held[full] += self._page_tokens
         return ScheduleBatch(ready, full, pages, self._moved)
 
+    def _read_tokens(self, decode: NDArray[np.int64]) -> int:
+        """Whose KV is read for these rows: what several share is read once."""
+        stats = self.cache.stats()
+        in_use = stats.total - stats.free - stats.fenced - stats.evictable
+        return min(int(self.table.computed[decode].sum()) + len(decode), in_use * self._page_tokens)
+
     def _repoint(self) -> None:
         """Let requests read the index's pages instead of those that they have computed a second time, from the next
         batch on. First of all in a step: what they give back may be what another needs."""
@@ -337,6 +346,7 @@ class Scheduler:
     def _admit(self, batch: ScheduleBatch, step: int, budget: StepBudget, above: int | None = None) -> None:
         """Give slots and pages to waiting requests, in the order of the policy, until something runs out; with `above`
         only to those of a higher priority."""
+        self._note_arrivals()
         at = passed_over = 0
         while passed_over < _MAX_PASSED_OVER and at < _MAX_LOOKED_AT:
             request = self.waiting.candidate(at)
@@ -348,10 +358,21 @@ class Scheduler:
             if obstacle:
                 request.waited_for = obstacle
                 request.wait_for(obstacle, self._now_s)
+                if obstacle == "storage":
+                    self._await_storage.append(request)
                 if obstacle not in ("prefix", "storage", "mask"):
                     return
                 at += 1
                 passed_over += obstacle == "prefix"
+
+    def _note_arrivals(self) -> None:
+        """Whoever has got from storage what it waited for waits for its turn since then, though nobody may come to look
+        at it while others use up each step."""
+        for request in self._await_storage:
+            if request.waits_for == "storage" and request.prefetch is not None and request.prefetch.done:
+                request.wait_for("turn", request.prefetch.done_s)
+        waiting = (request for request in self._await_storage if request.prefetch is not None)
+        self._await_storage = [request for request in waiting if request.waits_for == "storage"]
 
     def _try_admit(self, batch: ScheduleBatch, request: Request, step: int, budget: StepBudget) -> WaitedFor:
         """Admit a request with pages for all its known tokens, if the pool can spare them beside what the running

@@ -25,6 +25,8 @@ from headrace.server.config import BadSetting
 from headrace.server.sim.shapes import EFFICIENCY, VALUE_BYTES, DeviceFigures, Efficiency, ModelShape
 from headrace.server.step_log import RecordedStep
 
+FAR_TOKENS: Final = 1792
+"""The longer of the two contexts at which a decode step is measured."""
 LEAST_STEPS: Final = 20
 """Of each kind that a calibration needs: fewer would fit anything."""
 
@@ -83,7 +85,8 @@ class StepCosts(Protocol):
 def warm_up_costs(costs: StepCosts, slots: int, largest_chunk: int) -> list[StepCost]:
     """What a worker's warm-up would measure, as the engine is told when the device is ready."""
     rows = sorted({1, min(8, slots), min(32, slots)})
-    measured = [StepCost(count, 0, 192, costs.step_ms(decode_work(count, 192))) for count in rows]
+    shapes = [*((count, 192) for count in rows), (1, FAR_TOKENS)]
+    measured = [StepCost(count, 0, context, costs.step_ms(decode_work(count, context))) for count, context in shapes]
     for tokens, context in ((largest_chunk, 8 * largest_chunk), (largest_chunk, 0)):
         measured.append(StepCost(0, tokens, context, costs.step_ms(prefill_work(tokens, context))))
     return measured

@@ -16,7 +16,7 @@ from sim.scenarios import in_world
 from headrace.kvcache.identity import PrefixKey
 from headrace.ops.wire import StepCost
 from headrace.sched.batch import ScheduleBatch
-from headrace.sched.budget import CostModel, StepBudget
+from headrace.sched.budget import CostModel, StepBudget, StepWork
 from headrace.sched.messages import NeverFits, Overloaded
 from headrace.sched.request import Request
 from headrace.sched.scheduler import BudgetFor
@@ -83,14 +83,22 @@ def test_b28_a_step_is_never_expected_to_take_longer_than_its_target_and_one_pag
 ) -> None:
     costs = CostModel(COSTS)
     page, most = 16, 2048
-    budget, tokens, pairs, floor_ms = costs.budget(rows, target_ms, most, page), 0, 0, costs.predict_ms(rows, 1, 0)
+    budget, tokens, pairs, floor_ms = (
+        costs.budget(StepWork(rows), target_ms, most, page),
+        0,
+        0,
+        costs.predict_ms(StepWork(rows, 0, 1)),
+    )
     for context, wanted in chunks:
         chunk = min(wanted, budget.tokens(context))
         assert 0 <= chunk <= most - tokens
         budget.spend(chunk, context)
         tokens, pairs = tokens + chunk, pairs + chunk * (context + chunk)
-        floor_ms = max(floor_ms, costs.predict_ms(rows, page, page * (context + page)))
-    assert costs.predict_ms(rows, tokens, pairs) <= max(target_ms if rows else max(target_ms, 500.0), floor_ms) + 1e-6
+        floor_ms = max(floor_ms, costs.predict_ms(StepWork(rows, 0, page, page * (context + page))))
+    assert (
+        costs.predict_ms(StepWork(rows, 0, tokens, pairs))
+        <= max(target_ms if rows else max(target_ms, 500.0), floor_ms) + 1e-6
+    )
 
 
 @pytest.mark.parametrize("noise", [0.05, 0.15, 0.4])
@@ -99,10 +107,10 @@ def test_a_target_that_was_asked_for_is_exceeded_by_few_steps_however_unevenly_t
     took: list[float] = []
     tokens: list[int] = []
     for _ in range(3000):
-        chunk = costs.budget(4, 100.0, 2048, 16, promised=True).tokens(500)
-        pairs = chunk * (500 + chunk)
-        ms = CostModel(COSTS).predict_ms(4, chunk, pairs) * 1.3 * math.exp(rng.gauss(0.0, noise))
-        costs.observe(4, chunk, pairs, ms)
+        chunk = costs.budget(StepWork(4), 100.0, 2048, 16, promised=True).tokens(500)
+        work = StepWork(4, 0, chunk, chunk * (500 + chunk))
+        ms = CostModel(COSTS).predict_ms(work) * 1.3 * math.exp(rng.gauss(0.0, noise))
+        costs.observe(work, ms)
         took.append(ms)
         tokens.append(chunk)
     late = sum(ms > 100.0 for ms in took[500:])
@@ -113,14 +121,56 @@ def test_a_target_that_was_asked_for_is_exceeded_by_few_steps_however_unevenly_t
 def test_without_a_warm_up_what_a_token_takes_is_guessed() -> None:
     costs = CostModel(())
     assert costs.prefill_ms(100, 0) == pytest.approx(100.0)
-    assert costs.predict_ms(4, 100, 0) == 0.0, "launches go by what was measured alone"
-    costs.observe(0, 200, 0, 40.0)
+    assert costs.predict_ms(StepWork(4, 0, 100)) == 0.0, "launches go by what was measured alone"
+    costs.observe(StepWork(prefill_tokens=200), 40.0)
     assert costs.prefill_ms(100, 0) == pytest.approx(100.0)
+
+
+def step_ms(decode_rows: int, kv_tokens: int, prefill_tokens: int, pairs: int) -> float:
+    """Of a device that is as the model says."""
+    return 7.0 + 0.5 * decode_rows + 2e-3 * kv_tokens + 0.2 * prefill_tokens + 8e-5 * pairs
+
+
+def test_what_a_device_does_as_the_model_says_is_predicted_from_its_warm_up() -> None:
+    shapes = [
+        (1, 0, 192),
+        (8, 0, 192),
+        (1, 0, 1792),
+        (0, 64, 0),
+        (0, 32, 1792),
+        (0, 256, 0),
+        (0, 256, 1792),
+        (32, 0, 192),
+    ]
+    costs = CostModel(
+        [
+            StepCost(
+                rows,
+                tokens,
+                context,
+                step_ms(rows, rows * context, tokens, tokens * context and tokens * (context + tokens)),
+            )
+            for rows, tokens, context in shapes
+        ]
+    )
+    for work in (StepWork(16, 16 * 4000), StepWork(7, 7 * 192), StepWork(7, 30_000, 300, 300 * 4000)):
+        assert costs.predict_ms(work) == pytest.approx(step_ms(*work), rel=1e-6)
+    assert costs.prefill_ms(1000, 3000) == pytest.approx(0.2 * 1000 + 8e-5 * 1000 * 3500, rel=1e-6)
+
+
+def test_rows_that_turn_out_far_cheaper_than_their_contexts_do_not_starve_prompts() -> None:
+    costs = CostModel([StepCost(1, 0, 192, 8.0), StepCost(8, 0, 192, 9.0), StepCost(1, 0, 1792, 11.2), *COSTS[2:]])
+    decode = StepWork(128, 128 * 8000)
+    assert costs.budget(decode, 200.0, 2048, 16).tokens(0) == 16, "at first it seems not to fit"
+    for _ in range(200):
+        chunk = costs.budget(decode, 200.0, 2048, 16).tokens(0)
+        costs.observe(StepWork(*decode[:2], chunk, chunk * chunk), 60.0 + 0.1 * chunk)
+    assert 60.0 + 0.1 * costs.budget(decode, 200.0, 2048, 16).tokens(0) == pytest.approx(200.0, rel=0.1)
 
 
 def test_a_long_context_makes_a_chunk_shorter() -> None:
     costs = CostModel(COSTS)
-    near, far = (costs.budget(1, 50.0, 4096, 16).tokens(context) for context in (0, 32_000))
+    near, far = (costs.budget(StepWork(1), 50.0, 4096, 16).tokens(context) for context in (0, 32_000))
     assert 16 <= far < near / 3
 
 

@@ -26,6 +26,7 @@ def launched(rows: int) -> LaunchedStep:
         kv_tokens=rows * 100,
         prefill_tokens=7,
         prefill_pairs=70,
+        read_tokens=rows * 90,
         launched_s=0.0,
     )
 
