@@ -518,6 +518,27 @@ def test_the_parts_of_a_start_add_up() -> None:
     play(DISK, scenario)
 
 
+def test_whose_pages_have_come_is_not_said_to_wait_for_storage_while_others_use_up_the_steps() -> None:
+    prompts = [[40 + i, *PROMPT[1:]] for i in range(6)]
+
+    async def scenario(world: World) -> None:
+        for prompt in prompts:
+            await world.submit(prompt, 1).ended.wait()
+        await settled(world)
+        world.engine.flush_cache()
+        together = [world.submit(prompt + [i] * 60, 1) for i, prompt in enumerate(prompts)]
+        await asyncio.gather(*(watched.ended.wait() for watched in together))
+        waits = [watched.started.waited_ms for watched in together if watched.started is not None]
+        assert all(0 < wait["storage"] < 15 for wait in waits), "their pages come side by side"
+        last = max(waits, key=lambda wait: sum(wait.values()))
+        assert last["turn"] + last["budget"] > 40, "and then each computes a prompt of its own"
+
+    shape = msgspec.structs.replace(
+        with_policy(DISK, "wait_complete"), prefill_tokens=8, pages=400, host_pages=400, context_tokens=128
+    )
+    play(shape, scenario)
+
+
 def test_time_in_which_another_computes_the_same_prefix_is_told() -> None:
     async def scenario(world: World) -> None:
         first, second = world.submit(PROMPT, 3), world.submit(PROMPT, 3)
