@@ -138,7 +138,7 @@ class DeviceSampler:
             return
         adjusted = torch.empty_like(logits) if draws.reports and draws.adjusts else logits
         if draws.adjusts:
-            masks = draws.masks.to(logits.device, non_blocking=True)
+            masks = draws.masks.to(logits.device, non_blocking=True, copy=True)
             left = self._block_values[:rows]
             adjust(logits, self._tables, draws.slots, draws.positions, draws.mask_row, masks, adjusted, left)
         values, best_ids = self._values[:rows], self._best[:rows]

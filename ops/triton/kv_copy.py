@@ -74,16 +74,15 @@ def _launch(
     layers: int,
 ) -> None:
     """Strides: from page to page, from layer to layer."""
-    count = len(source_pages)
-    if not count:
-        return
     chunks = ceil_div(words, _BLOCK)
-    _copy[(min(PROGRAMS, count * layers * chunks),)](
+    items = len(source_pages) * layers * chunks
+    # Of no page too: such a copy compiles the kernel, and does nothing.
+    _copy[(min(PROGRAMS, max(items, 1)),)](
         source,
         source_pages,
         target,
         target_pages,
-        count * layers * chunks,
+        items,
         *source_strides,
         *target_strides,
         LAYERS=layers,

@@ -1,24 +1,62 @@
-"""Before the first request every kernel has been launched that a request could need."""
+"""Before the first request every kernel has been launched that a request or a tier could need, as it will need it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ops.driver import Driver, Feed
+from ops.driver import Driver, Feed, future
 from ops.slot_inits import SlotInit
 from ops.small_llama import SmallLlama
-from triton.runtime.interpreter import GridExecutor
+from ops.stream_server import StreamServer
+from ops.triton.launches import Variant, noted_launches
 
 from headrace.ops.cuda.first_steps import run_first_steps
+from headrace.ops.streams import Streams, cpu_streams
 
 KERNELS = Path(__file__).parents[3] / "ops" / "triton"
 ELSEWHERE = {"_norm_heads"}
 """Launched for other models."""
+HOST_SLOT_BYTES = 16384
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of extend attention, so that short contexts have what only long ones have else."""
+    monkeypatch.setattr("headrace.ops.triton.extend_attention._LEAST_SPAN", 64)
+
+
+def capturing_streams() -> Streams:
+    """Of a CPU, but work is done when it is captured, as a card's is."""
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return work
+
+    return cpu_streams()._replace(capture=capture)
+
+
+class Unwatched:
+    """A device of which nobody asks what it does."""
+
+    def __init__(self) -> None:
+        self.streams = capturing_streams()
+
+    def host_uses(self, name: str, reads: object = (), writes: object = ()) -> None:
+        pass
+
+
+def started(model: Path, host: bytearray, slots: int) -> Driver:
+    """A worker that has captured its graphs and run its first steps."""
+    tiers = {"host_pool": host, "host_slot_bytes": HOST_SLOT_BYTES}
+    driver = Driver(model, slots=slots, kernels="triton", streams=capturing_streams(), **tiers)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        run_first_steps(driver.worker._runner, driver.worker._pools, driver.ring, copies=True)
+    return driver
 
 
 def launched_anywhere() -> set[str]:
@@ -28,26 +66,46 @@ def launched_anywhere() -> set[str]:
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_the_first_steps_launch_every_kernel_and_leave_nothing_behind(
-    small_model: Path, small_llama: SmallLlama, slots: int, monkeypatch: pytest.MonkeyPatch
+    small_model: Path, small_llama: SmallLlama, slots: int
 ) -> None:
-    host = bytearray(4 * 16384)
-    driver = Driver(small_model, slots=slots, host_pool=host, host_slot_bytes=16384, kernels="triton")
-    launched = set()
-    launch = GridExecutor.__call__
-
-    def noted(executor: Any, *arguments: Any, **named: Any) -> object:
-        launched.add(executor.fn.__name__)
-        return launch(executor, *arguments, **named)
-
-    monkeypatch.setattr(GridExecutor, "__call__", noted)
-    monkeypatch.setattr("headrace.ops.triton.extend_attention._LEAST_SPAN", 64)
-    with torch.inference_mode():
-        run_first_steps(driver.worker._runner, driver.worker._pools, driver.ring, loads=True)
-    # One row has no decode beside it; graphs launch that, when they are captured.
-    decode = set() if slots > 1 else {"_attend_spans", "_merge_spans"}
-    assert launched == launched_anywhere() - ELSEWHERE - decode
+    host = bytearray(4 * HOST_SLOT_BYTES)
+    with noted_launches(runs=True) as launched:
+        driver = started(small_model, host, slots)
+    assert {variant.kernel for variant in launched} == launched_anywhere() - ELSEWHERE
 
     assert (driver.pool.table == -1).all() and not np.frombuffer(host, np.uint8).any()
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     driver.begin(SlotInit(0, prompt))
     assert driver.run(Feed(0, prompt)) == {0: small_llama.greedy(prompt, 1)[0]}
+
+
+def serve_everything(model: Path) -> None:
+    """Requests with whatever can be asked for, alone and beside each other, and copies of all sizes."""
+    for seed in range(8):
+        StreamServer(model, seed, Unwatched(), kernels="triton").run(12)
+    driver = Driver(model, slots=4, kernels="triton", streams=capturing_streams())
+    everything = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition": 1.1, "presence": 0.2}
+    for logprobs in (-1, 0, 5):
+        driver.begin(SlotInit(0, [1, 2], [3], {4: 1.0}, [5], min_tokens=3, logprobs=logprobs, **everything))  # type: ignore[arg-type]
+        driver.begin(SlotInit(1))
+        driver.launch([Feed(0, range(90), want={3: 7, 80: 1}), Feed(1, [9])], masks={0: [1, 2]})
+        driver.launch([Feed(0, [future(0)]), Feed(1, range(33))], masks={1: [8], 0: [0]})
+        driver.launch([Feed(0, [future(0)], want={0: 3}), Feed(1, [future(1)])])
+        driver.launch([Feed(0, [future(0)]), Feed(1, [future(1)], sample=False)])
+
+
+@pytest.fixture
+def before_requests(small_model: Path) -> Iterator[set[Variant]]:
+    with noted_launches(runs=False) as launched:
+        # As many slots as the requests' server has: all its batches are captured.
+        started(small_model, bytearray(4 * HOST_SLOT_BYTES), slots=4)
+    yield launched
+
+
+def test_no_request_and_no_copy_waits_for_a_compiler(small_model: Path, before_requests: set[Variant]) -> None:
+    with noted_launches(runs=False) as launched:
+        serve_everything(small_model)
+
+    assert {variant.kernel for variant in launched} == launched_anywhere() - ELSEWHERE
+    late = launched - before_requests
+    assert not late, "\n".join(map(str, late))
