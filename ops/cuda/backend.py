@@ -77,6 +77,7 @@ class CudaBackend:
             if self._on_card:
                 self._reply(Progress(f"locking {len(host_pool) >> 30} GiB of host memory for the card", 0, 1))
                 card.pin(host_pool)
+                card.make_pinned_blocks()
             copier = PinnedPages(host_pool, start.host_slot_bytes, dtype)
         count = card.multiprocessors(self._device) if self._on_card else CPU_MULTIPROCESSORS
         config = self._model.config

@@ -180,7 +180,7 @@ class DeviceStepRunner:
         if not step.batch.counts.tokens:
             for arrival in step.arrivals.values():
                 self._streams.compute.wait(arrival)
-            forwarded.logits = torch.empty((0, self._model.config.vocab_size), device=self._model.device)
+            forwarded.logits = self._no_logits()
             return
         self._streams.compute.uses(partial(accesses.inputs, step.batch))
         if step.graph is not None:
@@ -193,7 +193,10 @@ class DeviceStepRunner:
             hidden = self._model.forward(self._sampler.future_tokens, kv, step.keep)
         samples = step.batch.counts.samples
         self._report_wants(hidden[samples:], step.wanted_ids, results)
-        forwarded.logits = self._model.logits(hidden[:samples])
+        forwarded.logits = self._model.logits(hidden[:samples]) if samples else self._no_logits()
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty((0, self._model.config.vocab_size), device=self._model.device)
 
     def _sample(self, forwarded: _Forwarded, draws: Draws) -> None:
         assert forwarded.logits is not None

@@ -52,6 +52,13 @@ async def test_what_each_tier_has_comes_to_the_ids_of_a_cold_run(
         assert (ids, started.cached_storage_tokens) == (cold, CACHED)
 
 
+def test_a_worker_sleeps_no_longer_than_it_says() -> None:
+    """In a process of its own: it is the whole thread's."""
+    script = "from headrace.ops.cuda import card; card.wake_in_time(); print(open('/proc/self/timerslack_ns').read())"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 1 and int(Path("/proc/self/timerslack_ns").read_text()) > 1
+
+
 class TestOnACard:
     pytestmark = needs_a_card
 
