@@ -12,7 +12,7 @@ from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.runner import Runner
 from headrace.ops.streams import Streams
-from headrace.ops.wire import Progress, Reply, Start
+from headrace.ops.wire import HostArea, Progress, Reply, Start
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROGRESS_STEPS: Final = 50
@@ -77,13 +77,20 @@ def dtype_of(start: Start) -> torch.dtype:
     return DTYPES[start.dtype]
 
 
-def check_host_slots(start: Start, pools: list[KvPool]) -> None:
-    """Raises CannotServe where a page is larger than the server's plan has it."""
-    windows = [area.slot_bytes for area in start.window_areas]
-    for pool, slot_bytes in zip(pools, [start.host_slot_bytes] * (len(pools) - len(windows)) + windows, strict=True):
+def host_areas(start: Start, host_pool: mmap.mmap | bytearray | None, pools: list[KvPool]) -> list[HostArea]:
+    """Where each pool's pages are in the host pool: full groups share its beginning, window groups have areas of their
+    own. None without one. Raises CannotServe where a page is larger than the server's plan has it."""
+    if host_pool is None or not start.host_slot_bytes:
+        return []
+    windows = start.window_areas
+    full_bytes = min((area.offset for area in windows), default=len(host_pool))
+    full = HostArea(0, start.host_slot_bytes, full_bytes // start.host_slot_bytes)
+    areas = [*[full] * (len(pools) - len(windows)), *windows]
+    for pool, area in zip(pools, areas, strict=True):
         page_bytes = len(pool.shape.layers) * pool.layer_elements * pool.pages.element_size()
-        if page_bytes > slot_bytes:
-            raise CannotServe(f"a page takes {page_bytes} bytes, a slot of the host pool {slot_bytes}")
+        if page_bytes > area.slot_bytes:
+            raise CannotServe(f"a page takes {page_bytes} bytes, a slot of the host pool {area.slot_bytes}")
+    return areas
 
 
 def weights_progress(reply: Callable[[Reply], None]) -> Callable[[int, int], None]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from headrace.ops.backend import CannotServe, Made, Weights, check_host_slots, dtype_of, weights_progress
+from headrace.ops.backend import CannotServe, Made, Weights, dtype_of, host_areas, weights_progress
 from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
@@ -18,7 +18,7 @@ from headrace.ops.sampling import Choose, choose
 from headrace.ops.step import StepRunner
 from headrace.ops.step_copies import Copier
 from headrace.ops.streams import Streams, cpu_streams
-from headrace.ops.wire import HostArea, Progress, Reply, Start
+from headrace.ops.wire import Progress, Reply, Start
 
 QUANTIZATIONS: Final = ("none", "q8")
 
@@ -58,13 +58,9 @@ class CpuBackend:
             for shape, pages in zip(start.groups, num_pages, strict=True)
         ]
         host: list[Copier] = []
-        if host_pool is not None and start.host_slot_bytes:
-            check_host_slots(start, pools)
-            copy, windows = self._model.copy_pages, start.window_areas
-            full_bytes = min((area.offset for area in windows), default=len(host_pool))
-            full = HostArea(0, start.host_slot_bytes, full_bytes // start.host_slot_bytes)
-            areas = [*[full] * (len(pools) - len(windows)), *windows]
-            host = [HostPages(host_pool, area.slot_bytes, dtype, copy, area) for area in areas]
+        for area in host_areas(start, host_pool, pools):
+            assert host_pool is not None
+            host.append(HostPages(host_pool, area.slot_bytes, dtype, self._model.copy_pages, area))
         sampler = Sampler(start.max_slots, start.ring.vocab, self._choose(start))
         return Made(pools, StepRunner(self._model, pools, sampler, host, self.streams))
 

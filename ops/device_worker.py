@@ -247,8 +247,6 @@ def check_start(start: Start, config: ModelConfig) -> None:
             " model was trained for; lower it"
         )
     served = served_groups(config)
-    if start.kernels == "triton":
-        served = served[:1]
     if start.groups not in served:
         raise CannotServe(f"this worker serves the groups {' or '.join(map(str, served))}; it was given {start.groups}")
     if start.ring.vocab != config.vocab_size:

@@ -30,7 +30,7 @@ def card_weights_bytes(model: ModelConfig, value_bytes: int) -> int:
 
 
 def card_workspace_bytes(
-    model: ModelConfig, rows: int, chunk_tokens: int, context_tokens: int, value_bytes: int
+    model: ModelConfig, rows: int, chunk_tokens: int, context_tokens: int, page_tokens: int, value_bytes: int
 ) -> int:
     """An upper bound of what steps keep alive beside weights and KV."""
     tokens = chunk_tokens + rows
@@ -43,7 +43,9 @@ def card_workspace_bytes(
     windows = {model.window(layer) for layer in range(model.layers)}
     most_spans = max(max_spans(context_tokens, window=window) for window in windows)
     spans = rows * most_spans * model.heads * (model.head_dim + 1) * 4
-    tables = rows * (model.vocab_size * _TABLE_BYTES + context_tokens // 4)
+    # Page tables, one of each group: as many as there are windows, at most.
+    page_numbers = len(windows) * -(-context_tokens // page_tokens)
+    tables = rows * (model.vocab_size * _TABLE_BYTES + page_numbers * 4)
     # Turns of all positions, of both ropes where there are two.
     turns = context_tokens * model.rotary_dim * 4 * (2 if model.window_rope is not None else 1)
     return layer + logits + spans + tables + turns + _EXTEND_BYTES

@@ -322,13 +322,12 @@ def _needs(model: ModelConfig, settings: Settings, hardware: Hardware) -> _Needs
     dtype, kernels = _dtype(settings, hardware, device), _kernels(model, settings, hardware, device)
     context_tokens = _context(model, settings)
     chunk_tokens = _chunk(settings, context_tokens, device)
-    # Only a CPU's worker serves window groups.
-    layout = kv_layout(model, dtype, settings.page_size, context_tokens if device == "cpu" else 0)
+    layout = kv_layout(model, dtype, settings.page_size, context_tokens)
     sizes = (model, settings.max_running_requests, chunk_tokens, context_tokens)
     if device == "cuda":
         assert hardware.card is not None
         weights_bytes = card_weights_bytes(model, _VALUE_BYTES[dtype])
-        workspace_bytes = card_workspace_bytes(*sizes, _VALUE_BYTES[dtype])
+        workspace_bytes = card_workspace_bytes(*sizes, settings.page_size, _VALUE_BYTES[dtype])
         runtime_bytes, free_bytes = CARD_PROGRAM_BYTES, hardware.card.free_bytes
     else:
         weights_bytes = _weights_bytes(model, dtype, settings.quantization)

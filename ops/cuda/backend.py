@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from headrace.ops.backend import CannotServe, Made, Weights, check_host_slots, dtype_of, weights_progress
+from headrace.ops.backend import CannotServe, Made, Weights, dtype_of, host_areas, weights_progress
 from headrace.ops.cuda import card
 from headrace.ops.cuda.copies import PinnedPages
 from headrace.ops.cuda.first_steps import run_first_steps
@@ -69,24 +69,17 @@ class CudaBackend:
         dtype = dtype_of(start)
         sizes = (start.page_tokens, start.max_slots, start.max_context_tokens, dtype, self._device)
         pools = [KvPool(shape, pages, *sizes) for shape, pages in zip(start.groups, num_pages, strict=True)]
-        copier = None
         if self._on_card:
             card.pin(ring)
-        if host_pool is not None and start.host_slot_bytes:
-            check_host_slots(start, pools)
-            if self._on_card:
-                self._reply(Progress(f"locking {len(host_pool) >> 30} GiB of host memory for the card", 0, 1))
-                card.pin(host_pool)
-                card.make_pinned_blocks()
-            copier = PinnedPages(host_pool, start.host_slot_bytes, dtype)
+        copiers = self._copiers(start, pools, host_pool)
         count = card.multiprocessors(self._device) if self._on_card else CPU_MULTIPROCESSORS
         config = self._model.config
-        windows = sorted({config.window(layer) for layer in range(config.layers)})
+        windows = [sorted({config.window(layer) for layer in pool.shape.layers}) for pool in pools]
         runner = DeviceStepRunner(
             self._model,
             DevicePools(pools, config.heads, self._device, count, windows),
             DeviceSampler(start.max_slots, start.ring.vocab, self._device),
-            copier,
+            copiers,
             self.streams,
             start.ring,
             partial(self._tell, "capturing decode steps"),
@@ -95,8 +88,19 @@ class CudaBackend:
             # What was made so far was made in another stream.
             torch.cuda.synchronize()
             self._reply(Progress("compiling kernels for this card, once", 0, 1))
-            run_first_steps(runner, pools, BatchRing(ring, start.ring), copier is not None)
+            run_first_steps(runner, pools, BatchRing(ring, start.ring), bool(copiers))
         return Made(pools, runner)
+
+    def _copiers(self, start: Start, pools: list[KvPool], host_pool: mmap.mmap | bytearray | None) -> list[PinnedPages]:
+        areas = host_areas(start, host_pool, pools)
+        if not areas:
+            return []
+        assert host_pool is not None
+        if self._on_card:
+            self._reply(Progress(f"locking {len(host_pool) >> 30} GiB of host memory for the card", 0, 1))
+            card.pin(host_pool)
+            card.make_pinned_blocks()
+        return [PinnedPages(host_pool, area, dtype_of(start)) for area in areas]
 
     def _tell(self, phase: str, done: int, total: int) -> None:
         self._reply(Progress(phase, done, total))

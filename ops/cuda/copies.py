@@ -20,17 +20,17 @@ from torch import Tensor
 
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.triton.kv_copy import back_up, load_layer
-from headrace.ops.wire import I32
+from headrace.ops.wire import I32, HostArea
 
 
 class PinnedPages:
-    """A `step_copies.Copier`."""
+    """A `step_copies.Copier` of one group."""
 
-    def __init__(self, buffer: mmap.mmap | bytearray, slot_bytes: int, dtype: torch.dtype) -> None:
-        """`buffer`: pinned where the pools are a card's; `slot_bytes`: from page to page."""
-        count = len(buffer) // slot_bytes
-        slots = torch.frombuffer(buffer, dtype=torch.uint8)[: count * slot_bytes].view(dtype)
-        self.slots: Tensor = slots.view(count, -1)
+    def __init__(self, buffer: mmap.mmap | bytearray, area: HostArea, dtype: torch.dtype) -> None:
+        """`buffer`: pinned where the pools are a card's; `area`: the part of it that a group's pages are in."""
+        size_bytes = area.pages * area.slot_bytes
+        slots = torch.frombuffer(buffer, dtype=torch.uint8, count=size_bytes, offset=area.offset)
+        self.slots: Tensor = slots.view(dtype).view(area.pages, -1)
         """`[pages, values]`"""
 
     def load(self, pool: KvPool, host_pages: I32, device_pages: I32) -> DeviceLoad:

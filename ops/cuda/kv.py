@@ -10,7 +10,7 @@ end    tables and scratch: with the process; the rest: with the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -40,9 +40,9 @@ class DevicePools:
         heads: int,
         device: torch.device,
         multiprocessors: int,
-        windows: Collection[int] = (0,),
+        windows: Sequence[Collection[int]],
     ) -> None:
-        """`windows`: those of the model's layers, 0 for one that sees everything."""
+        """`windows`: those of each pool's layers, 0 for one that sees everything."""
         self.pools = pools
         self.windows = windows
         self.heads = heads
@@ -50,7 +50,8 @@ class DevicePools:
         self.tables = [torch.from_numpy(pool.table).to(device, copy=True) for pool in pools]
         """int32 `[slots, pages]` of each group."""
         slots, pages = pools[0].table.shape
-        spans = max(max_spans(pages * pools[0].page_tokens, window=window) for window in windows)
+        every = {window for each in windows for window in each}
+        spans = max(max_spans(pages * pools[0].page_tokens, window=window) for window in every)
         head_dim = pools[0].shape.head_dim
         self.span_parts = torch.empty((slots, spans, heads, head_dim), device=device)
         self.span_sums = torch.empty((slots, spans, heads), device=device)
@@ -127,10 +128,10 @@ def _stage_extend(batch: ForwardBatch, pools: DevicePools, slot: Slot) -> dict[t
     start, kv_len = batch.row_start[singles:], batch.row_kv_len[singles:]
     rows = slot.put(start), slot.put(batch.row_slot[singles:]), slot.put(kv_len)
     staged = {}
-    for group, pool in enumerate(pools.pools):
+    for group, (pool, windows) in enumerate(zip(pools.pools, pools.windows)):
         shape = pool.shape
         tile = tile_tokens(pools.heads, shape.kv_heads, shape.head_dim, pool.pages.dtype)
-        for window in pools.windows:
+        for window in windows:
             sizes = (start, kv_len, tile, shape.kv_heads)
             plan = plan_extend(*sizes, window=window, programs=2 * pools.multiprocessors)
             staged[group, window] = ExtendRows(*rows, slot.put(plan.pieces), slot.put(plan.merges), plan.parts)

@@ -85,18 +85,19 @@ class DeviceStepRunner:
         model: DeviceDecoder,
         pools: DevicePools,
         sampler: DeviceSampler,
-        copier: Copier | None,
+        copiers: Sequence[Copier],
         streams: Streams,
         geometry: RingGeometry,
         tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """`geometry`: what bounds a batch. `tell` is called after each of the graphs, with how many there are."""
+        """`copiers`: of each pool; none without a host pool. `geometry`: what bounds a batch. `tell` is called after
+        each of the graphs, with how many there are."""
         self._model = model
         self._pools = pools
         self._sampler = sampler
         self._streams = streams
         self._places = layer_places(pools.pools)
-        self._copies = StepCopies(pools.pools, self._places, [copier] * len(pools.pools) if copier else [], streams)
+        self._copies = StepCopies(pools.pools, self._places, copiers, streams)
         self._forwarded: _Forwarded | None = None
         slots = len(pools.pools[0].table)
         # All that is staged of a batch is its fields, one or two of them in eight bytes, and the plan of its attention.

@@ -43,17 +43,18 @@ def reference(
         start, end = row_start[row : row + 2].tolist()
         if not context:
             continue
-        pages = table[row_slot[row], : -(-context // page_tokens)].long()
+        # What stands before a window may be another's by now.
+        first = max(context - (end - start) + 1 - window, 0) // page_tokens if window else 0
+        pages = table[row_slot[row], first : -(-context // page_tokens)].long()
         # [2, kv_heads, tokens, head_dim]
-        kv = layer[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].float()
+        kv = layer[pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context - first * page_tokens].float()
         kv_heads, group = kv.shape[1], q.shape[1] // kv.shape[1]
         queries = q[start:end].float().unflatten(1, (kv_heads, group))
         scores = torch.einsum("tkgd,knd->kgtn", queries, kv[0]) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        behind = torch.arange(context - (end - start), context, device=q.device)[:, None] - torch.arange(
-            context, device=q.device
-        )
+        queries_at = torch.arange(context - (end - start), context, device=q.device)
+        behind = queries_at[:, None] - torch.arange(first * page_tokens, context, device=q.device)
         hidden = (behind < 0) | (behind >= window) if window else behind < 0
         weights = scores.masked_fill_(hidden, -math.inf).softmax(-1)
         out[start:end] = torch.einsum("kgtn,knd->tkgd", weights, kv[1]).flatten(1, 2).to(out.dtype)

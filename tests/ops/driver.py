@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from ops.slot_inits import SlotInit, init_counts, write_inits
 
-from headrace.ops.device_worker import DeviceWorker
+from headrace.ops.device_worker import DeviceWorker, served_groups
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models import architectures
 from headrace.ops.models.config import ModelConfig
@@ -58,7 +58,13 @@ class _Slot(msgspec.Struct):
 
     length: int = 0
     drawn: int = 0
-    pages: list[int] = []
+    tables: list[dict[int, int]] = []
+    """Of each group: its pages by their index; a window group's last ones only."""
+
+    @property
+    def pages(self) -> list[int]:
+        """Of the full group, which comes first."""
+        return list(self.tables[0].values())
 
 
 def future(slot: int) -> int:
@@ -92,14 +98,22 @@ def ring_geometry(vocab: int, slots: int = 8) -> RingGeometry:
     return RingGeometry(slots=RING_SLOTS, max_batch_bytes=1 << 16, max_samples=slots, max_wants=64, vocab=vocab)
 
 
+def window_groups(config: ModelConfig) -> list[GroupShape]:
+    """A full group, and one of the layers with a window."""
+    served = served_groups(config)[-1]
+    assert [group.kind for group in served] == ["full", "window"]
+    return served
+
+
 class Driver:
-    """Loads a model and runs the steps that a test asks for. Pages are handed out in a shuffled order."""
+    """Loads a model and runs the steps that a test asks for. Pages are handed out in a shuffled order. A window group's
+    are taken when a row gets to them, and given back when its next token doesn't look at them any more."""
 
     def __init__(
         self,
         model: Path,
         *,
-        num_pages: int = 64,
+        num_pages: int | list[int] = 64,
         slots: int = 8,
         host_pool: bytearray | None = None,
         warm_up_tokens: int = 0,
@@ -116,13 +130,16 @@ class Driver:
         self.page_tokens = command.page_tokens
         self.worker.handle(command)
         assert isinstance(self.replies[-1], Loaded), self.replies[-1]
-        self.worker.handle(MakePools([num_pages], warm_up_tokens))
+        self.groups = command.groups
+        counts = [num_pages] * len(self.groups) if isinstance(num_pages, int) else num_pages
+        self.worker.handle(MakePools(counts, warm_up_tokens))
         assert isinstance(self.replies[-1], Ready), self.replies[-1]
         self.steps = 0
-        self.free_pages: list[int] = np.random.default_rng(5).permutation(num_pages).tolist()
+        self.free: list[list[int]] = [np.random.default_rng(5).permutation(count).tolist() for count in counts]
+        """Of each group; the last is taken first."""
         self.slots: dict[int, _Slot] = {}
         self._inits: list[SlotInit] = []
-        self._edits: list[tuple[int, int, int]] = []
+        self._edits: list[tuple[int, int, int, int]] = []
         self._sampled: dict[int, list[int]] = {}
 
     @property
@@ -145,32 +162,46 @@ class Driver:
         """A request begins in a slot, with the next step; pages of the one before are free again."""
         old = self.slots.get(init.slot)
         if old is not None:
-            given_back = [page for page in old.pages if not self._used_elsewhere(page, init.slot)]
-            self.free_pages = given_back + self.free_pages
-        self.slots[init.slot] = _Slot(drawn=len(init.outputs), pages=[])
+            for group, table in enumerate(old.tables):
+                self._give_back(group, init.slot, list(table.values()))
+        self.slots[init.slot] = _Slot(drawn=len(init.outputs), tables=[{} for _ in self.groups])
         self._inits.append(init)
 
     def share(self, giver: int, taker: int, tokens: int) -> None:
         """The request in `taker` goes on from the first `tokens` tokens (whole pages) of the one in `giver`."""
         assert tokens % self.page_tokens == 0 and tokens <= self.slots[giver].length
-        for page in self.slots[giver].pages[: tokens // self.page_tokens]:
-            self._give(taker, page)
+        for group, table in enumerate(self.slots[giver].tables):
+            for index in range(self.first_page(group, tokens), tokens // self.page_tokens):
+                self._give(group, taker, index, table[index])
         self.slots[taker].length = tokens
 
+    def lacking(self, group: int, slot: int, tokens: int) -> list[int]:
+        """Indices of pages that a request has to get before it has so many tokens."""
+        state = self.slots[slot]
+        wanted = range(self.first_page(group, state.length), -(-tokens // self.page_tokens))
+        return [index for index in wanted if index not in state.tables[group]]
+
     def give_pages(self, slot: int, tokens: int) -> list[int]:
-        """Pages for so many tokens in all; → all pages of the slot."""
-        while len(self.slots[slot].pages) * self.page_tokens < tokens:
-            self._give(slot, self.free_pages.pop())
+        """Pages for so many tokens in all; → all pages of the slot in the full group."""
+        for group in range(len(self.groups)):
+            for index in self.lacking(group, slot, tokens):
+                self._give(group, slot, index, self.free[group].pop())
         return self.slots[slot].pages
+
+    def first_page(self, group: int, position: int) -> int:
+        """The first one that a token there looks at."""
+        window = self.groups[group].window_tokens
+        return max(position + 1 - window, 0) // self.page_tokens if window else 0
 
     def launch(
         self,
         feeds: Sequence[Feed],
         *,
         masks: Mapping[int, Sequence[int]] | None = None,
-        loads: Sequence[tuple[int, int]] = (),
+        loads: Sequence[tuple[int, ...]] = (),
     ) -> int:
-        """Send a step: `masks` says for slots which ids they may draw, `loads` are (host page, device page)."""
+        """Send a step: `masks` says for slots which ids they may draw, `loads` are (host page, device page), and the
+        group where it isn't the first."""
         feeds = sorted(feeds, key=lambda feed: len(feed.ids) != 1)
         self._write(feeds, loads)
         ring_slot = self.steps % RING_SLOTS
@@ -199,7 +230,7 @@ class Driver:
     def back_up(self, device_pages: list[int], host_pages: list[int]) -> None:
         self.worker.handle(Backup(self.steps, 0, device_pages, host_pages))
 
-    def _write(self, feeds: Sequence[Feed], loads: Sequence[tuple[int, int]]) -> None:
+    def _write(self, feeds: Sequence[Feed], loads: Sequence[tuple[int, ...]]) -> None:
         for feed in feeds:
             self.give_pages(feed.slot, self.slots[feed.slot].length + len(feed.ids))
         lengths = np.array([len(feed.ids) for feed in feeds], np.int32)
@@ -225,20 +256,20 @@ class Driver:
         batch.row_kv_len[:] = starts + lengths
         batch.sample_row[:] = sampled
         batch.sample_position[:] = [self.slots[feeds[row].slot].drawn for row in sampled]
-        edits: NDArray[np.int32] = np.array(self._edits, np.int32).reshape(-1, 3)
-        batch.edit_group[:] = 0
-        batch.edit_slot[:], batch.edit_index[:], batch.edit_page[:] = edits.T
+        edits: NDArray[np.int32] = np.array(self._edits, np.int32).reshape(-1, 4)
+        batch.edit_group[:], batch.edit_slot[:], batch.edit_index[:], batch.edit_page[:] = edits.T
         write_inits(batch, self._inits)
         batch.want_token[:] = [batch.row_start[row] + offset for row, offset, _ in wants]
         batch.want_target[:] = [target for _, _, target in wants]
-        batch.load_group[:] = 0
-        batch.load_host[:] = [host for host, _ in loads]
-        batch.load_device[:] = [device for _, device in loads]
+        batch.load_group[:] = [group[0] if group else 0 for _, _, *group in loads]
+        batch.load_host[:] = [load[0] for load in loads]
+        batch.load_device[:] = [load[1] for load in loads]
         self._inits, self._edits = [], []
         self._sampled[self.steps] = [feeds[row].slot for row in sampled]
         for feed in feeds:
             self.slots[feed.slot].length += len(feed.ids)
             self.slots[feed.slot].drawn += feed.sample
+            self._leave_behind(feed.slot)
 
     def _write_masks(self, ring_slot: int, sampled: list[int], masks: Mapping[int, Sequence[int]]) -> int:
         rows, bits = self.ring.masks(ring_slot)
@@ -249,9 +280,19 @@ class Driver:
                 bits[at, token // 32] |= np.uint32(1 << token % 32)
         return len(masks)
 
-    def _give(self, slot: int, page: int) -> None:
-        self._edits.append((slot, len(self.slots[slot].pages), page))
-        self.slots[slot].pages.append(page)
+    def _give(self, group: int, slot: int, index: int, page: int) -> None:
+        self._edits.append((group, slot, index, page))
+        self.slots[slot].tables[group][index] = page
 
-    def _used_elsewhere(self, page: int, slot: int) -> bool:
-        return any(page in other.pages for name, other in self.slots.items() if name != slot)
+    def _leave_behind(self, slot: int) -> None:
+        """What the request's next token doesn't look at."""
+        state = self.slots[slot]
+        for group, table in enumerate(state.tables):
+            first = self.first_page(group, state.length)
+            self._give_back(group, slot, [table.pop(index) for index in list(table) if index < first])
+
+    def _give_back(self, group: int, slot: int, pages: list[int]) -> None:
+        """Free, where no other request has it; to be taken last."""
+        others = [state for name, state in self.slots.items() if name != slot]
+        kept = {page for state in others for page in state.tables[group].values()}
+        self.free[group][:0] = [page for page in pages if page not in kept]

@@ -12,17 +12,22 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from ops.driver import RING_SLOTS, Driver, Feed, future
+from ops.driver import RING_SLOTS, Driver, Feed, future, read_config, window_groups
 from ops.slot_inits import SlotInit
-from ops.small_llama import LAYERS, VOCAB
+from ops.small_llama import VOCAB
 from torch import Tensor
 
 from headrace.ops.streams import Region, Streams
-from headrace.ops.wire import Backup, BackupDone, StepDone
+from headrace.ops.wire import Backup, BackupDone, HostArea, StepDone
 
-PAGE_TOKENS, PAGES, SLOTS = 16, 22, 4
+PAGE_TOKENS, SLOTS = 16, 4
+PAGES, WINDOW_PAGES = 22, 26
+"""Of a full group, and of a window group: a row's window, and what a chunk has behind it."""
 HOST_PAGES, HOST_SLOT_BYTES = 7, 16384
+"""Of each group."""
 LONGEST_TOKENS = 75
+LONGEST_WINDOWED_TOKENS = 130
+"""With windows: long enough that a row leaves pages behind."""
 MOST_LOOKS = 20_000
 """At a worker, before an answer is believed not to come."""
 
@@ -37,11 +42,12 @@ class Device(Protocol):
 
 
 class Saved(NamedTuple):
-    """A prefix whose pages were sent to the host."""
+    """A prefix whose pages were sent to the host: of each group those that whoever goes on from it looks at."""
 
-    pages: list[int]
-    transfer: int
-    """0 where storage has filled them."""
+    tokens: int
+    pages: list[list[int]]
+    transfers: list[int]
+    """Empty where storage has filled them."""
 
 
 class Outcome(NamedTuple):
@@ -50,38 +56,51 @@ class Outcome(NamedTuple):
     results: list[bytes]
     loaded: list[bytes]
     """Host pages, before they came back to the device."""
-    device: bytes
+    device: list[bytes]
 
 
 class StreamServer:
     """Drives one worker through one run. Without `fences` it forgets that pages may still be in use."""
 
     def __init__(
-        self, model: Path, seed: int, device: Device | None, *, fences: bool = True, kernels: str = "torch"
+        self,
+        model: Path,
+        seed: int,
+        device: Device | None,
+        *,
+        fences: bool = True,
+        kernels: str = "torch",
+        windows: bool = False,
     ) -> None:
+        """`windows`: the model's layers with a window are a group of their own."""
         self._rng = np.random.default_rng(seed)
         self._device = device
         self._fences = fences
-        self._host = bytearray(HOST_PAGES * HOST_SLOT_BYTES)
+        area = HostArea(HOST_PAGES * HOST_SLOT_BYTES, HOST_SLOT_BYTES, HOST_PAGES)
+        groups = {"groups": window_groups(read_config(model)), "window_areas": [area]} if windows else {}
+        self._host = bytearray((1 + windows) * HOST_PAGES * HOST_SLOT_BYTES)
+        self._longest = LONGEST_WINDOWED_TOKENS if windows else LONGEST_TOKENS
         self._driver = Driver(
             model,
-            num_pages=PAGES,
+            num_pages=[2 * PAGES, WINDOW_PAGES] if windows else [PAGES],
             slots=SLOTS,
             host_pool=self._host,
             host_slot_bytes=HOST_SLOT_BYTES,
             page_tokens=PAGE_TOKENS,
             streams=None if device is None else device.streams,
             kernels=kernels,
+            **groups,  # type: ignore[arg-type]
         )
+        self._groups = range(len(self._driver.groups))
         self._answered: set[tuple[type, int]] = set()
         self._seen = 0
         self._collected = 0
         self._saved: list[Saved] = []
         self._transfers = 0
-        self._last_step: dict[tuple[str, int], int] = {}
-        """The last step that touches a page, by pool."""
-        self._copies: dict[tuple[str, int], int] = {}
-        """The last transfer that touches a page, by pool."""
+        self._last_step: dict[tuple[str, int, int], int] = {}
+        """The last step that touches a page, by pool and group."""
+        self._copies: dict[tuple[str, int, int], int] = {}
+        """The last transfer that touches a page, by pool and group."""
         self._outcome: tuple[list[bytes], list[bytes]] = [], []
 
     def run(self, turns: int) -> Outcome:
@@ -91,25 +110,29 @@ class StreamServer:
             self._collect()
         for transfer in range(1, self._transfers + 1):
             self._wait(BackupDone, transfer)
-        self._uses("the server", reads=_regions("device", range(PAGES)))
-        return Outcome(*self._outcome, self.device_pages.numpy().tobytes())
+        device = [self._device_pages(group) for group in self._groups]
+        regions = [self._regions("device", group, range(pages.shape[1])) for group, pages in enumerate(device)]
+        self._uses("the server", reads=[region for each in regions for region in each])
+        return Outcome(*self._outcome, [pages.numpy().tobytes() for pages in device])
 
-    @property
-    def device_pages(self) -> Tensor:
-        """`[layers, pages, values]`"""
-        return self._driver.pool.pages.flatten(2)
+    def memories(self) -> dict[str, Tensor]:
+        """All that holds KV, by the names of `ops.accesses`: `[layers, pages, values]`, views."""
+        device = {f"device pages of group {group}": self._device_pages(group) for group in self._groups}
+        return device | {f"host pages of group {group}": self._host_pages(group) for group in self._groups}
 
-    @property
-    def host_pages(self) -> Tensor:
-        """`[layers, pages, values]`, a view too."""
-        values = self.device_pages.shape[2]
+    def _device_pages(self, group: int) -> Tensor:
+        return self._driver.worker._pools[group].pages.flatten(2)
+
+    def _host_pages(self, group: int) -> Tensor:
+        layers, _, values = self._device_pages(group).shape
         slots = torch.frombuffer(self._host, dtype=torch.float32)
-        return slots.as_strided((LAYERS, HOST_PAGES, values), (values, HOST_SLOT_BYTES // 4, 1))
+        strides = (values, HOST_SLOT_BYTES // 4, 1)
+        return slots.as_strided((layers, HOST_PAGES, values), strides, group * HOST_PAGES * HOST_SLOT_BYTES // 4)
 
     def _turn(self) -> None:
-        loads: list[tuple[int, int]] = []
+        loads: list[tuple[int, int, int]] = []
         feeds = {}
-        full = [slot for slot, state in self._driver.slots.items() if state.length > LONGEST_TOKENS]
+        full = [slot for slot, state in self._driver.slots.items() if state.length > self._longest]
         if len(self._driver.slots) < SLOTS or full or self._rng.random() < 0.3:
             slot = full[0] if full else int(self._rng.integers(SLOTS))
             loads = self._begin(slot)
@@ -126,45 +149,64 @@ class StreamServer:
         if self._rng.random() < 0.4:
             self._prefetch()
 
-    def _begin(self, slot: int) -> list[tuple[int, int]]:
+    def _begin(self, slot: int) -> list[tuple[int, int, int]]:
         """A new request, perhaps behind a prefix from the host, or one that another request has; → its loads."""
         driver = self._driver
         hot = {"temperature": 0.8, "seed": int(self._rng.integers(99)), "frequency": 0.3}
         driver.begin(SlotInit(slot, logprobs=2, **(hot if self._rng.random() < 0.5 else {})))  # type: ignore[arg-type]
         # The last in the list goes first: the page that was used last, or the one that was used first.
         backwards = self._rng.random() < 0.5
-        driver.free_pages.sort(key=lambda page: self._last_step.get(("device", page), -1), reverse=backwards)
-        sharers = [other for other, state in driver.slots.items() if other != slot and state.length >= PAGE_TOKENS]
+        for group, free in enumerate(driver.free):
+            free.sort(key=lambda page: self._last_step.get(("device", group, page), -1), reverse=backwards)
+        sharers = [other for other, state in driver.slots.items() if other != slot and self._whole(other)]
         if self._saved and self._rng.random() < 0.7:
             saved = self._saved[self._rng.integers(len(self._saved))]
-            if saved.transfer:
-                self._wait(BackupDone, saved.transfer)
-            self._read(saved.pages)
-            self._make_way(len(saved.pages))
-            device_pages = driver.give_pages(slot, len(saved.pages) * PAGE_TOKENS)
-            driver.slots[slot].length = len(saved.pages) * PAGE_TOKENS
-            return list(zip(saved.pages, device_pages))
+            for transfer in saved.transfers:
+                self._wait(BackupDone, transfer)
+            driver.slots[slot].length = saved.tokens
+            for group, pages in enumerate(saved.pages):
+                self._read(group, pages)
+                self._make_way(group, len(driver.lacking(group, slot, saved.tokens)))
+            driver.give_pages(slot, saved.tokens)
+            return [
+                (host_page, device_page, group)
+                for group, table in enumerate(driver.slots[slot].tables)
+                for host_page, device_page in zip(saved.pages[group], table.values(), strict=True)
+            ]
         if sharers and self._rng.random() < 0.5:
             giver = sharers[self._rng.integers(len(sharers))]
-            driver.share(giver, slot, driver.slots[giver].length // PAGE_TOKENS * PAGE_TOKENS)
+            driver.share(giver, slot, self._whole(giver))
         return []
 
-    def _launch(self, feeds: list[Feed], loads: list[tuple[int, int]]) -> None:
+    def _whole(self, slot: int) -> int:
+        """Tokens of a request that another can go on from: whole pages, all that the next one looks at still there."""
+        driver, state = self._driver, self._driver.slots[slot]
+        tokens = state.length // PAGE_TOKENS * PAGE_TOKENS
+        first = [driver.first_page(group, tokens) for group in self._groups]
+        return tokens if all(index in table or tokens == 0 for index, table in zip(first, state.tables)) else 0
+
+    def _launch(self, feeds: list[Feed], loads: list[tuple[int, int, int]]) -> None:
         driver = self._driver
         while self._collected + 2 <= driver.steps:
             self._collect()
         for feed in feeds:
             state = driver.slots[feed.slot]
-            self._make_way(-(-(state.length + len(feed.ids)) // PAGE_TOKENS) - len(state.pages))
+            for group in self._groups:
+                self._make_way(group, len(driver.lacking(group, feed.slot, state.length + len(feed.ids))))
             driver.give_pages(feed.slot, state.length + len(feed.ids))
         ring_slot = [(driver.steps + 1) % RING_SLOTS]
         self._uses("the next batch", writes=[Region("batches", 0, ring_slot), Region("masks", 0, ring_slot)])
+        used = [
+            (group, page)
+            for feed in feeds
+            for group, table in enumerate(driver.slots[feed.slot].tables)
+            for page in table.values()
+        ]
         step = driver.launch(feeds, loads=loads)
-        for host_page, device_page in loads:
-            self._last_step["host", host_page] = self._last_step["device", device_page] = step
-        for feed in feeds:
-            for page in driver.slots[feed.slot].pages:
-                self._last_step["device", page] = step
+        for host_page, device_page, group in loads:
+            self._last_step["host", group, host_page] = self._last_step["device", group, device_page] = step
+        for group, page in used:
+            self._last_step["device", group, page] = step
 
     def _collect(self) -> None:
         self._collected += 1
@@ -176,54 +218,69 @@ class StreamServer:
     def _back_up(self) -> None:
         """Full pages of a request go to the host."""
         slot = list(self._driver.slots)[self._rng.integers(len(self._driver.slots))]
-        state = self._driver.slots[slot]
-        pages = state.pages[: min(state.length // PAGE_TOKENS, 3)]
-        if not pages:
+        tokens = self._whole(slot)
+        if len(self._groups) == 1:
+            tokens = min(tokens, 3 * PAGE_TOKENS)
+        if not tokens:
             return
-        self._transfers += 1
-        saved = Saved(self._free_host(len(pages)), self._transfers)
-        self._driver.worker.handle(Backup(saved.transfer, 0, pages, saved.pages))
+        indices = [range(self._driver.first_page(group, tokens), tokens // PAGE_TOKENS) for group in self._groups]
+        if max(map(len, indices)) > HOST_PAGES:
+            return
+        saved = Saved(tokens, self._free_host([len(each) for each in indices]), [])
+        for group, table in enumerate(self._driver.slots[slot].tables):
+            self._transfers += 1
+            pages = [table[index] for index in indices[group]]
+            self._driver.worker.handle(Backup(self._transfers, group, pages, saved.pages[group]))
+            saved.transfers.append(self._transfers)
+            for device_page, host_page in zip(pages, saved.pages[group]):
+                self._copies["device", group, device_page] = self._copies["host", group, host_page] = self._transfers
         self._saved.append(saved)
-        for device_page, host_page in zip(pages, saved.pages):
-            self._copies["device", device_page] = self._copies["host", host_page] = saved.transfer
 
     def _prefetch(self) -> None:
         """Host pages come from storage, with bytes of their own."""
-        saved = Saved(self._free_host(2), 0)
-        self._uses("storage", writes=_regions("host", saved.pages))
-        for page in saved.pages:
-            values = self._rng.standard_normal(HOST_SLOT_BYTES // 4, np.float32)
-            self._host[page * HOST_SLOT_BYTES : (page + 1) * HOST_SLOT_BYTES] = values.tobytes()
+        saved = Saved(2 * PAGE_TOKENS, self._free_host([2 for _ in self._groups]), [])
+        for group in self._groups:
+            self._uses("storage", writes=self._regions("host", group, saved.pages[group]))
+            for page in saved.pages[group]:
+                values = self._rng.standard_normal(HOST_SLOT_BYTES // 4, np.float32)
+                start = (group * HOST_PAGES + page) * HOST_SLOT_BYTES
+                self._host[start : start + HOST_SLOT_BYTES] = values.tobytes()
         self._saved.append(saved)
 
-    def _free_host(self, count: int) -> list[int]:
-        """Host pages for something new, in the place of what was saved first."""
-        taken = [page for saved in self._saved for page in saved.pages]
-        while HOST_PAGES - len(taken) < count:
+    def _free_host(self, counts: list[int]) -> list[list[int]]:
+        """Host pages of each group for something new, in the place of what was saved first."""
+        while any(HOST_PAGES - len(self._taken(group)) < count for group, count in enumerate(counts)):
             self._saved.pop(0)
-            taken = [page for saved in self._saved for page in saved.pages]
-        free = [page for page in range(HOST_PAGES) if page not in taken][:count]
-        for page in free:
-            self._fence("host", page)
+        free = []
+        for group, count in enumerate(counts):
+            taken = self._taken(group)
+            free.append([page for page in range(HOST_PAGES) if page not in taken][:count])
+            for page in free[-1]:
+                self._fence("host", group, page)
         return free
 
-    def _read(self, host_pages: list[int]) -> None:
-        self._uses("the server", reads=_regions("host", host_pages))
+    def _taken(self, group: int) -> list[int]:
+        return [page for saved in self._saved for page in saved.pages[group]]
+
+    def _read(self, group: int, host_pages: list[int]) -> None:
+        self._uses("the server", reads=self._regions("host", group, host_pages))
         for page in host_pages:
-            self._outcome[1].append(bytes(self._host[page * HOST_SLOT_BYTES :][:HOST_SLOT_BYTES]))
+            start = (group * HOST_PAGES + page) * HOST_SLOT_BYTES
+            self._outcome[1].append(bytes(self._host[start : start + HOST_SLOT_BYTES]))
 
-    def _make_way(self, pages: int) -> None:
+    def _make_way(self, group: int, pages: int) -> None:
         """So many pages will be given out next: whatever touches them must have ended."""
-        assert pages <= len(self._driver.free_pages)
-        for page in self._driver.free_pages[len(self._driver.free_pages) - max(pages, 0) :]:
-            self._fence("device", page)
+        free = self._driver.free[group]
+        assert pages <= len(free)
+        for page in free[len(free) - pages :]:
+            self._fence("device", group, page)
 
-    def _fence(self, pool: str, page: int) -> None:
+    def _fence(self, pool: str, group: int, page: int) -> None:
         if not self._fences:
             return
-        if (step := self._last_step.get((pool, page), 0)) > self._collected:
+        if (step := self._last_step.get((pool, group, page), 0)) > self._collected:
             self._wait(StepDone, step)
-        if transfer := self._copies.get((pool, page), 0):
+        if transfer := self._copies.get((pool, group, page), 0):
             self._wait(BackupDone, transfer)
 
     def _wait(self, kind: type[StepDone | BackupDone], number: int) -> None:
@@ -241,6 +298,6 @@ class StreamServer:
         if self._device is not None:
             self._device.host_uses(name, reads, writes)
 
-
-def _regions(pool: str, pages: Sequence[int]) -> list[Region]:
-    return [Region(f"{pool} pages of group 0", layer, pages) for layer in range(LAYERS)]
+    def _regions(self, pool: str, group: int, pages: Sequence[int]) -> list[Region]:
+        layers = range(len(self._driver.groups[group].layers))
+        return [Region(f"{pool} pages of group {group}", layer, pages) for layer in layers]

@@ -14,6 +14,7 @@ import torch
 from e2e.test_tiers_real import OUTPUTS, golden
 from e2e.tiered import tiered_engine
 from gpu import check
+from ops.checkpoints import CHECKPOINTS, Reference
 from ops.small_llama import VOCAB, SmallLlama
 
 from headrace.ops.triton import dispatch
@@ -50,6 +51,29 @@ async def test_what_each_tier_has_comes_to_the_ids_of_a_cold_run(
         tiered.flush()
         ids, started = await tiered.ask(PROMPT, 4)
         assert (ids, started.cached_storage_tokens) == (cold, CACHED)
+
+
+async def test_layers_with_a_window_keep_no_more_and_each_tier_has_all_of_it(
+    tmp_path: Path,
+) -> None:
+    (checkpoint,) = (each for each in CHECKPOINTS if each.name == "gemma3")
+    reference = Reference(checkpoint, tmp_path / checkpoint.name)
+    text = [(7 * at + 2) % VOCAB for at in range(131)]
+    expected = reference.greedy(text, 4)
+    sizes = {"page_size": 16, "max_total_tokens": 512, "context_length": 160, "max_running_requests": 2}
+    async with tiered_engine(reference.folder, tmp_path / "kv", interpreted, **sizes) as tiered:
+        ids, started = await tiered.ask(text, 4)
+        assert ids == expected and started.cached_tokens == 0
+        await tiered.settled()
+        (group,) = tiered.engine.status().window_groups
+        assert 0 < group.copied_pages < tiered.engine.status().copied_pages, "pages before the window stay behind"
+        for tier in ("device", "host", "storage"):
+            if tier == "host":
+                tiered.engine.flush_cache(device=True, host=False)
+            elif tier == "storage":
+                tiered.flush()
+            ids, started = await tiered.ask(text, 4)
+            assert (ids, getattr(started, f"cached_{tier}_tokens")) == (expected, 128)
 
 
 def test_a_worker_sleeps_no_longer_than_it_says() -> None:

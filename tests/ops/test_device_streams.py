@@ -44,13 +44,25 @@ def in_order(references: None, small_model: Path) -> list[Outcome]:
     return [StreamServer(small_model, seed, None, kernels="triton").run(TURNS) for seed in SEEDS]
 
 
+@pytest.fixture(scope="module")
+def windowed_in_order(references: None, windowed_model: Path) -> list[Outcome]:
+    """The same with a window group: rows leave pages behind, which others get."""
+    return [StreamServer(windowed_model, seed, None, kernels="triton", windows=True).run(TURNS) for seed in SEEDS]
+
+
 def run_late(
-    model: Path, seed: int, *, fences: bool = True, harm: Callable[[FakeDevice], None] = lambda device: None
+    model: Path,
+    seed: int,
+    *,
+    fences: bool = True,
+    harm: Callable[[FakeDevice], None] = lambda device: None,
+    windows: bool = False,
 ) -> tuple[Outcome, FakeDevice]:
     """The same commands, on streams that are late; `harm` may take a wait away."""
     with FakeDevice(seed) as device:
         harm(device)
-        return StreamServer(model, seed, device, fences=fences, kernels="triton").run(TURNS), device
+        server = StreamServer(model, seed, device, fences=fences, kernels="triton", windows=windows)
+        return server.run(TURNS), device
 
 
 def found(
@@ -59,9 +71,10 @@ def found(
     *,
     fences: bool = True,
     harm: Callable[[FakeDevice], None] = lambda device: None,
+    windows: bool = False,
 ) -> tuple[str, int]:
     """All conflicts, a line each, and how many seeds came to other bytes."""
-    runs = [run_late(model, seed, fences=fences, harm=harm) for seed in SEEDS]
+    runs = [run_late(model, seed, fences=fences, harm=harm, windows=windows) for seed in SEEDS]
     conflicts = "\n".join(conflict for _, device in runs for conflict in device.accesses.conflicts)
     return conflicts, sum(outcome != expected for (outcome, _), expected in zip(runs, in_order))
 
@@ -71,6 +84,43 @@ def test_late_streams_come_to_the_same_bytes(small_model: Path, in_order: list[O
     outcome, device = run_late(small_model, seed)
     assert device.accesses.conflicts == []
     assert outcome == in_order[seed]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_late_streams_of_several_groups_come_to_the_same_bytes(
+    windowed_model: Path, windowed_in_order: list[Outcome], seed: int
+) -> None:
+    outcome, device = run_late(windowed_model, seed, windows=True)
+    assert device.accesses.conflicts == []
+    assert outcome == windowed_in_order[seed]
+
+
+def test_a_window_group_that_does_not_wait_for_its_loads_is_found(
+    windowed_model: Path, windowed_in_order: list[Outcome]
+) -> None:
+    conflicts, wrong = found(
+        windowed_model,
+        windowed_in_order,
+        harm=lambda device: setattr(device.compute, "wait", no_wait),
+        windows=True,
+    )
+    for group in (0, 1):
+        assert re.search(
+            rf"^attention of .* reads .* of group {group}, .* nothing says that load of step", conflicts, re.M
+        )
+    assert wrong
+
+
+def test_pages_that_windows_left_behind_and_others_got_too_soon_are_found(
+    windowed_model: Path, windowed_in_order: list[Outcome]
+) -> None:
+    conflicts, wrong = found(windowed_model, windowed_in_order, fences=False, windows=True)
+    assert re.search(
+        r"^(attention .* device pages of group 1, .* load of|load of .* device pages of group 1, .* attention of)",
+        conflicts,
+        re.M,
+    )
+    assert wrong
 
 
 def test_the_runs_have_graphs_kernels_loads_and_backups(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,14 +249,22 @@ def test_a_server_that_gives_out_pages_too_soon_is_found(small_model: Path, in_o
     assert wrong
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_operations_touch_no_pages_but_those_they_declare(
-    small_model: Path, in_order: list[Outcome], seed: int
+    small_model: Path,
+    in_order: list[Outcome],
+    windowed_model: Path,
+    windowed_in_order: list[Outcome],
+    seed: int,
+    windows: bool,
 ) -> None:
+    """Of a window group: those that a row's window, and the block of keys that it begins in, have."""
+    model, expected = (windowed_model, windowed_in_order) if windows else (small_model, in_order)
     watched = Watched()
     with torch.inference_mode():
-        watched.server = server = StreamServer(small_model, seed, watched, kernels="triton")
-        assert server.run(TURNS) == in_order[seed]
+        watched.server = server = StreamServer(model, seed, watched, kernels="triton", windows=windows)
+        assert server.run(TURNS) == expected[seed]
     assert watched.names >= {"forward", "inputs", "attention", "sample", "draws", "load", "backup"}
 
 

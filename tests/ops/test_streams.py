@@ -225,7 +225,7 @@ class Watched:
         self.names.add(operation.name.split()[0])
         if self.server is None:
             return
-        for memory, pages in (("device", self.server.device_pages), ("host", self.server.host_pages)):
+        for memory, pages in self.server.memories().items():
             written = _marked(pages, memory, operation.writes)
             read = _marked(pages, memory, operation.reads) & ~written
             hidden = ~(written | read)
@@ -238,7 +238,7 @@ def _marked(pages: Tensor, memory: str, regions: Sequence[Region]) -> Tensor:
     """bool `[layers, pages]`"""
     marked = torch.zeros(pages.shape[:2], dtype=torch.bool)
     for region in regions:
-        if region.memory.startswith(memory):
+        if region.memory == memory:
             marked[region.layer, list(region.places)] = True
     return marked
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from server.test_pool_sizes import WINDOWED
 from server.test_sizing import GIB, LARGE, SMALL, advised, machine
 
 from headrace.ops.cuda.kv import DevicePools
@@ -90,6 +91,17 @@ def test_the_pool_takes_what_weights_and_workspace_leave_of_the_card() -> None:
     assert made.left_bytes > 60 * GIB, "the host's memory is there for its tier"
 
 
+def test_layers_with_a_window_have_a_pool_of_their_own_on_a_card_too() -> None:
+    made = plan(4, WINDOWED, max_running_requests=64)
+    assert [group.kind for group in made.layout.groups] == ["full", "window"]
+    full, window = made.num_pages
+    # All requests' windows and the longest chunk, at least.
+    assert made.layout.groups[1].running_pages(16) * 64 + 8192 // 16 <= window < full
+    assert made.pool_bytes == full * made.layout.page_bytes(0) + window * made.layout.page_bytes(1)
+    every_page = plan(4, SMALL, max_running_requests=64)
+    assert made.pool_tokens > every_page.pool_tokens, "as in a model of this shape without windows"
+
+
 def test_a_pool_is_no_larger_than_all_requests_could_use() -> None:
     made = plan(80, SMALL, max_running_requests=2)
     assert made.pool_tokens == 2 * SMALL.context_tokens
@@ -148,15 +160,15 @@ def test_a_plan_never_takes_more_than_the_card_has(
 def test_the_workspace_has_room_for_what_a_worker_allocates_for_its_slots() -> None:
     slots, context = 32, 131072
     pool = KvPool(GroupShape("full", 0, [0], 8, 128), 1, 16, slots, context, torch.bfloat16)
-    pools = DevicePools([pool], 32, torch.device("meta"), 132)
+    pools = DevicePools([pool], 32, torch.device("meta"), 132, [(0,)])
     tables = make_tables(slots, LARGE.vocab_size, torch.device("meta"))
     allocated = sum(each.nbytes for each in (*tables, *pools.tables, pools.span_parts, pools.span_sums))
-    assert 0.15 < allocated / card_workspace_bytes(LARGE, slots, 64, context, 2) < 1
+    assert 0.15 < allocated / card_workspace_bytes(LARGE, slots, 64, context, 16, 2) < 1
 
 
 def test_the_mixtures_of_long_contexts_take_no_gigabyte() -> None:
     """They took 1 GiB for 256 slots of 128k tokens when every context was cut into spans of 512."""
-    long, short = (card_workspace_bytes(LARGE, 256, 64, context, 2) for context in (131072, 32768))
+    long, short = (card_workspace_bytes(LARGE, 256, 64, context, 16, 2) for context in (131072, 32768))
     assert long - short < 128 << 20
 
 

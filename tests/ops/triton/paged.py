@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.ops.models.config import KEY_BLOCK_TOKENS
+
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -45,7 +47,8 @@ shapes = st.builds(
 
 
 class Paged(NamedTuple):
-    """Rows in slots of their own, over pages in random order; what no row owns is NaN."""
+    """Rows in slots of their own, over pages in random order; what no row owns is NaN, and so is what stands before a
+    row's window: a window group has given those pages to others."""
 
     layer: Tensor
     table: Tensor
@@ -53,7 +56,8 @@ class Paged(NamedTuple):
     row_kv_len: Tensor
 
 
-def paged(shape: Shape, contexts: list[int], rng: np.random.Generator) -> Paged:
+def paged(shape: Shape, contexts: list[int], rng: np.random.Generator, lengths: list[int] | None = None) -> Paged:
+    """`lengths`: how many of each row's tokens are new; None: the last."""
     slots = len(contexts) + 2
     counts = [-(-context // shape.page_tokens) for context in contexts]
     pages = rng.permutation(sum(counts) + 2)
@@ -69,6 +73,9 @@ def paged(shape: Shape, contexts: list[int], rng: np.random.Generator) -> Paged:
         if context % shape.page_tokens:
             layer[pages[taken + count - 1], :, :, context % shape.page_tokens :] = float("nan")
         taken += count
+    for slot, context, length in zip(row_slot.tolist(), contexts, lengths or [1] * len(contexts)):
+        span = shape.window + KEY_BLOCK_TOKENS - 1 if shape.window else context
+        table[slot, : max(context - length + 1 - span, 0) // shape.page_tokens] = int(pages[-1])
     return Paged(layer.to(shape.dtype), table, int32(row_slot), int32(np.array(contexts)))
 
 

@@ -99,7 +99,8 @@ def test_extend_equals_the_reference(shape: Shape, rows: list[tuple[int, int]], 
     """With 64 programs keys are cut into spans; with one they are not."""
     least, extend_attention._LEAST_SPAN = extend_attention._LEAST_SPAN, 64  # type: ignore[misc]
     try:
-        kv = paged(shape, [prefix + tokens for prefix, tokens in rows], np.random.default_rng(seed))
+        contexts, lengths = [prefix + tokens for prefix, tokens in rows], [tokens for _, tokens in rows]
+        kv = paged(shape, contexts, np.random.default_rng(seed), lengths)
         row_start = int32(np.cumsum([0, *(tokens for _, tokens in rows)]))
         q = queries(int(row_start[-1]), shape)
         assert_close(extended(q, kv, row_start, shape, programs), by_reference(q, kv, row_start, shape), shape.dtype)
