@@ -40,17 +40,23 @@ def test_each_kernel_compiles_for_two_generations_without_spilling(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("stack", "shared", "hot", "problem"),
-    [(0, 1000, True, ""), (8, 1000, True, "spills"), (8, 1000, False, ""), (0, 170_000, True, "shared memory")],
+    ("stack", "shared", "may_spill", "problem"),
+    [
+        (0, 1000, "", ""),
+        (8, 1000, "", "spills"),
+        (8, 1000, "_kernel", ""),
+        (8, 1000, "_another", "spills"),
+        (0, 170_000, "_kernel", "shared memory"),
+    ],
 )
 def test_a_spill_or_too_much_shared_memory_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, stack: int, shared: int, hot: bool, problem: str
+    monkeypatch: pytest.MonkeyPatch, stack: int, shared: int, may_spill: str, problem: str
 ) -> None:
     class Metadata:
         num_warps = 4
 
     Metadata.shared = shared  # type: ignore[attr-defined]
     monkeypatch.setattr(aot_check, "_resource_usage", lambda cubin: {"REG": 128, "STACK": stack, "LOCAL": 0})
-    variant = aot_check.Variant("any", lambda: None, short=True, hot=hot)
+    variant = aot_check.Variant("any", lambda: None, short=True, may_spill=may_spill)
     described = aot_check._described(variant, "_kernel", 80, Metadata, b"", 0.0)
     assert problem in described.problem and bool(described.problem) == bool(problem)
