@@ -1,15 +1,18 @@
 """The packages of this checkout, importable by a Python in which nothing of them is installed.
 
-`headrace.ops` is the folder `ops`. Of the packages that it needs, a machine with a GPU may lack msgspec: there its
-structs are dataclasses, which is all that a check in one process needs of them. Nothing is encoded then, and nothing
-that a check looks at is another.
+`headrace.ops` is the folder `ops`. Of the packages that it needs, a machine with a GPU may lack two. Where msgspec is
+missing its structs are dataclasses, which is all that a check in one process needs of them: no message is encoded then,
+and the small files of a store are plain JSON anyway. Where xxhash is missing pages are named and verified by BLAKE2,
+which is slower: what is read from disk says so.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import importlib.util
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,10 +28,14 @@ def make_importable() -> list[str]:
     package = ModuleType("headrace")
     package.__path__ = [str(ROOT)]
     sys.modules["headrace"] = package
+    said = []
     if importlib.util.find_spec("msgspec") is None:
         sys.modules["msgspec"] = plain_msgspec()
-        return ["msgspec is not installed: its structs are dataclasses in this run, which encodes no message"]
-    return []
+        said.append("msgspec is not installed: its structs are dataclasses in this run, which encodes no message")
+    if importlib.util.find_spec("xxhash") is None:
+        sys.modules["xxhash"] = slow_xxhash()
+        said.append("xxhash is not installed: pages are named and verified by BLAKE2 in this run")
+    return said
 
 
 class Struct:
@@ -59,8 +66,31 @@ def plain_msgspec() -> ModuleType:
 
         decode = encode
 
+    def to_json(struct: Any) -> bytes:
+        return json.dumps(dataclasses.asdict(struct)).encode()
+
+    def from_json(text: bytes, type: Any) -> Any:
+        return type(**json.loads(text))
+
     structs, msgpack, module = ModuleType("msgspec.structs"), ModuleType("msgspec.msgpack"), ModuleType("msgspec")
+    as_json = ModuleType("msgspec.json")
+    vars(as_json).update(encode=to_json, decode=from_json)
     vars(structs).update(astuple=values, replace=dataclasses.replace)
     vars(msgpack).update(Decoder=Codec, Encoder=Codec)
     vars(module).update(Struct=Struct, Raw=bytes, field=dataclasses.field, structs=structs, msgpack=msgpack)
+    vars(module).update(json=as_json, DecodeError=ValueError)
+    return module
+
+
+def slow_xxhash() -> ModuleType:
+    """What the disk store uses of xxhash: digests of the same lengths."""
+
+    def digest(data: Any) -> bytes:
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    def number(data: Any) -> int:
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+
+    module = ModuleType("xxhash")
+    vars(module).update(xxh3_128_digest=digest, xxh3_64_intdigest=number)
     return module

@@ -1,23 +1,22 @@
 """A prompt whose KV is on the host, or on disk, against computing it: how long until its first id.
 
-Disk: pages are read from a file that no cache holds (O_DIRECT) into the host pool, by eight threads, and are loaded
-when all of them are there. The server's own store adds a checksum and an index to this.
+Disk: the server's own store reads and verifies pages into the host pool, on as many threads as a server has by
+default, past the page cache where the file system allows it; they are loaded when all of them are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import mmap
-import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from gpu.decode import model_of, page_bytes, requests_for
+from gpu.disk import Disk, prefix_key, verified_by
 from gpu.report import Report
 from gpu.requests import Feed, Requests
 from gpu.timing import Device
@@ -28,8 +27,6 @@ PROMPTS: Final = (2048, 8192)
 REST: Final = 16
 """Tokens that no tier has: the question after the document."""
 CHUNK: Final = 2048
-THREADS: Final = 8
-READ_BYTES: Final = 16 << 20
 
 
 def run(report: Report, options: argparse.Namespace) -> None:
@@ -43,7 +40,6 @@ def run(report: Report, options: argparse.Namespace) -> None:
     ids = np.random.default_rng(5).integers(0, config.vocab_size, longest).tolist()
     for tokens in prompts:
         pages = tokens // 16
-        size_bytes = pages * page_bytes(config)
         prompt = ids[: tokens + REST]
         chunk = device.size(CHUNK, 16)
         computed = _median(device, lambda p=prompt, c=chunk: _compute(requests, p, c))  # type: ignore[misc]
@@ -51,15 +47,43 @@ def run(report: Report, options: argparse.Namespace) -> None:
         loaded = _median(device, lambda p=prompt, n=pages: _load(requests, p, n))  # type: ignore[misc]
         report.figure(f"{tokens} tokens from the host", loaded, "ms", note=f"{computed / loaded:.1f} × as fast")
         _check_loaded(report, requests, prompt, pages)
-        with tempfile.TemporaryDirectory(dir=None if device.dry else ".") as folder:
-            file = Path(folder, "pages")
-            note = _write(file, host, size_bytes)
-            read = _median(device, lambda f=file, s=size_bytes: _read(f, host, s))  # type: ignore[misc]
-        report.figure(f"{tokens} tokens read from disk", read, "ms", note=f"{size_bytes / read / 1e6:.1f} GB/s, {note}")
-        both = read + loaded
-        report.figure(
-            f"{tokens} tokens from disk, read and loaded", both, "ms", note=f"{computed / both:.1f} × as fast"
-        )
+        temporary = tempfile.TemporaryDirectory(dir=None if device.dry else ".")
+        with temporary as folder, Disk(Path(folder), host, page_bytes(config)) as disk:
+            _from_disk(report, device, requests, prompt, pages, host, disk, computed)
+
+
+def _from_disk(
+    report: Report,
+    device: Device,
+    requests: Requests,
+    prompt: list[int],
+    pages: int,
+    host: mmap.mmap,
+    disk: Disk,
+    computed_ms: float,
+) -> None:
+    """Of the pages that are on the host now."""
+    tokens, size_bytes, key = pages * 16, pages * disk.slot_bytes, prefix_key(prompt)
+    written = disk.write(key, pages)
+    report.check(f"{tokens} tokens are stored", written.stored == pages, written.message)
+    taken = []
+    for _ in range(device.size(5, 1)):
+        host[:size_bytes] = bytes(size_bytes)
+        began = time.perf_counter()
+        read = disk.read(key, pages)
+        read_ms = (time.perf_counter() - began) * 1e3
+        if read.good < pages:
+            report.check(f"{tokens} tokens come back from disk", False, f"{read.good} of {pages}: {read.message}")
+            return
+        taken.append((read_ms + _load(requests, prompt, pages), read_ms))
+    same = requests.outputs[0] == requests.outputs[1] and requests.logprobs[0] == requests.logprobs[1]
+    report.check(f"{tokens} tokens from disk come to the id that they came to", same)
+    both, read_ms = sorted(taken)[len(taken) // 2]
+    how = "past the page cache" if disk.stats.direct_io else "perhaps from memory: no O_DIRECT here"
+    note = f"{size_bytes / read_ms / 1e6:.1f} GB/s, verified by {verified_by()}, {how}"
+    report.figure(f"{tokens} tokens read from disk", read_ms, "ms", note=note)
+    name = f"{tokens} tokens from disk, read and loaded"
+    report.figure(name, both, "ms", note=f"{computed_ms / both:.1f} × as fast")
 
 
 def _median(device: Device, work: Callable[[], float]) -> float:
@@ -99,41 +123,3 @@ def _check_loaded(report: Report, requests: Requests, prompt: list[int], pages: 
     _load(requests, prompt, pages)
     same = requests.outputs[0] == requests.outputs[1] and requests.logprobs[0] == requests.logprobs[1]
     report.check(f"{pages * 16} tokens from the host come to the id that they came to", same)
-
-
-def _write(file: Path, host: mmap.mmap, size_bytes: int) -> str:
-    """→ how it will be read."""
-    with file.open("wb") as target:
-        target.write(memoryview(host)[:size_bytes])
-        target.flush()
-        os.fsync(target.fileno())
-    try:
-        os.close(os.open(file, os.O_RDONLY | os.O_DIRECT))
-    except OSError:
-        return "perhaps from memory: this file system has no O_DIRECT"
-    return "past the page cache"
-
-
-def _read(file: Path, host: mmap.mmap, size_bytes: int) -> float:
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        descriptor = os.open(file, os.O_RDONLY)
-    view = memoryview(host)
-
-    def read(start: int) -> None:
-        end = min(start + READ_BYTES, size_bytes)
-        while start < end:
-            got = os.preadv(descriptor, [view[start:end]], start)
-            if got <= 0:
-                raise OSError(f"{file} ended at {start} of {size_bytes} bytes")
-            start += got
-
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            began = time.perf_counter()
-            list(pool.map(read, range(0, size_bytes, READ_BYTES)))
-            return (time.perf_counter() - began) * 1e3
-    finally:
-        os.close(descriptor)
-        view.release()
