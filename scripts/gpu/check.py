@@ -44,6 +44,7 @@ PARTS: Final = (
     Part("copies", 60, True, "pages between host and device"),
     Part("speed", 120, True, "kernels against what the card can do"),
     Part("decode", 150, True, "decode steps of an 8B-shaped model, with overlap and without"),
+    Part("pipe", 90, True, "a worker behind its pipe: latency, and gaps between steps"),
     Part("tiers", 90, True, "KV from the host and from disk against computing it"),
 )
 DRY_SECONDS: Final = 3600

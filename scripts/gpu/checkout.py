@@ -1,9 +1,8 @@
 """The packages of this checkout, importable by a Python in which nothing of them is installed.
 
 `headrace.ops` is the folder `ops`. Of the packages that it needs, a machine with a GPU may lack two. Where msgspec is
-missing its structs are dataclasses, which is all that a check in one process needs of them: no message is encoded then,
-and the small files of a store are plain JSON anyway. Where xxhash is missing pages are named and verified by BLAKE2,
-which is slower: what is read from disk says so.
+missing its structs are dataclasses, and messages between two processes of a check are pickled. Where xxhash is missing
+pages are named and verified by BLAKE2, which is slower: what is read from disk says so.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import pickle
 import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ def make_importable() -> list[str]:
     said = []
     if importlib.util.find_spec("msgspec") is None:
         sys.modules["msgspec"] = plain_msgspec()
-        said.append("msgspec is not installed: its structs are dataclasses in this run, which encodes no message")
+        said.append("msgspec is not installed: its structs are dataclasses in this run, and its messages are pickled")
     if importlib.util.find_spec("xxhash") is None:
         sys.modules["xxhash"] = slow_xxhash()
         said.append("xxhash is not installed: pages are named and verified by BLAKE2 in this run")
@@ -39,7 +39,7 @@ def make_importable() -> list[str]:
 
 
 class Struct:
-    """msgspec's, without encoding: a dataclass with the same options."""
+    """msgspec's: a dataclass with the same options."""
 
     __struct_fields__: tuple[str, ...] = ()
 
@@ -61,10 +61,11 @@ def plain_msgspec() -> ModuleType:
         def __init__(self, *kinds: object) -> None:
             pass
 
-        def encode(self, message: object) -> NoReturn:
-            raise RuntimeError("messages can't be encoded or decoded without msgspec, which is not installed")
+        def encode(self, message: object) -> bytes:
+            return pickle.dumps(message)
 
-        decode = encode
+        def decode(self, packet: bytes) -> Any:
+            return pickle.loads(packet)  # noqa: S301 - from the other process of the same check
 
     def to_json(struct: Any) -> bytes:
         return json.dumps(dataclasses.asdict(struct)).encode()

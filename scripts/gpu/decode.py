@@ -24,6 +24,7 @@ from headrace.ops.runner import Sampled
 BATCHES: Final = (1, 8, 32, 64, 128, 256)
 CONTEXT: Final = 1024
 STEPS: Final = 40
+EMPTY_STEPS: Final = 200
 AIM: Final = 0.95
 AIMED_AT: Final = 64
 """From so many rows on."""
@@ -55,6 +56,7 @@ def run(report: Report, options: argparse.Namespace) -> None:
     slots = batches[-1]
     requests, weights_bytes = requests_for(device, config, slots, longest, slots * longest // 16)
     report.figure("weights", weights_bytes / GIB, "GiB")
+    report.figure("a step of nothing, in this process", empty_step_us(device, requests), "µs")
     for rows in batches:
         kv_bytes = rows * context // 16 * page_bytes(config)
         floor_ms = (weights_bytes + kv_bytes) / ceilings.bytes_s * 1e3
@@ -105,6 +107,17 @@ def _measure(
     requests.finish()
     device.wait()
     figures(report, steps, rows, floor_ms, overlap, statistics.median(host_ms))
+
+
+def empty_step_us(device: Device, requests: Requests) -> float:
+    """Of a step without tokens, from its launch until it is seen to be done: the median."""
+    taken = []
+    for _ in range(device.size(EMPTY_STEPS, 3)):
+        began = time.perf_counter()
+        requests.launch([])
+        requests.finish()
+        taken.append((time.perf_counter() - began) * 1e6)
+    return statistics.median(taken)
 
 
 def figures(report: Report, steps: list[Sampled], rows: int, floor_ms: float, overlap: bool, host_ms: float) -> None:

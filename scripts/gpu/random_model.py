@@ -14,10 +14,11 @@ from torch import Tensor
 from headrace.ops.backend import DTYPES, Made, Weights
 from headrace.ops.cuda.backend import CudaBackend
 from headrace.ops.cuda.decoder import DeviceDecoder
+from headrace.ops.device_worker import served_groups
 from headrace.ops.models.config import ModelConfig, Rope
 from headrace.ops.models.stored_weights import StoredWeights
 from headrace.ops.streams import Streams
-from headrace.ops.wire import BatchRing, GroupShape, Reply, RingGeometry, Start
+from headrace.ops.wire import BatchRing, Reply, RingGeometry, Start
 
 RING_SLOTS: Final = 3
 """Two steps under way, and one being prepared."""
@@ -123,9 +124,9 @@ def _unheard(reply: Reply) -> None:
 def start_of(
     config: ModelConfig, dry: bool, dtype: str, slots: int, context: int, most_tokens: int, host_slot_bytes: int = 0
 ) -> Start:
-    """What a server would tell a worker. `most_tokens`: of a batch."""
+    """What a server would tell a worker. `most_tokens`: of a batch. Layers with a window are a group of their own."""
     pages = -(-context // 16)
-    words = 16 * (most_tokens + slots * (pages + 32)) + 8192
+    words = 16 * (most_tokens + slots * (2 * pages + 32)) + 8192
     return Start(
         model_path="",
         dtype=dtype,
@@ -135,7 +136,7 @@ def start_of(
         max_context_tokens=context,
         page_tokens=16,
         ring=RingGeometry(RING_SLOTS, 4 * words, slots, 256, config.vocab_size),
-        groups=[GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)],
+        groups=served_groups(config)[-1],
         host_slot_bytes=host_slot_bytes,
         kernels="triton",
         device="cpu" if dry else "cuda",
@@ -151,6 +152,6 @@ def shared_ring(start: Start) -> tuple[mmap.mmap, BatchRing]:
 def made(
     backend: CudaBackend, start: Start, pages: int, ring: mmap.mmap, host: mmap.mmap | None = None
 ) -> tuple[Made, Weights]:
-    """Pools and runner of a backend."""
+    """Pools and runner of a backend; each group has so many pages."""
     weights = backend.load(start)
-    return backend.make_runner(start, [pages], ring, host), weights
+    return backend.make_runner(start, [pages] * len(start.groups), ring, host), weights

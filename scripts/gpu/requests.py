@@ -36,7 +36,8 @@ class _Slot:
 class Requests:
     """Gives steps to a runner, two at a time at most, and gathers what they draw."""
 
-    def __init__(self, runner: Runner, ring: BatchRing, pages: int, page_tokens: int = 16) -> None:
+    def __init__(self, runner: Runner, ring: BatchRing, pages: int, page_tokens: int = 16, groups: int = 1) -> None:
+        """`groups`: each has so many pages, and a request the same ones in all of them."""
         self.runner = runner
         self.ring = ring
         self.step = 0
@@ -44,6 +45,7 @@ class Requests:
         self.logprobs: dict[int, list[float]] = {}
         self.wanted: list[float] = []
         self._page_tokens = page_tokens
+        self._groups = groups
         self._free = np.random.default_rng(3).permutation(pages).tolist()
         self._slots: dict[int, _Slot] = {}
         self._begun: list[int] = []
@@ -143,7 +145,7 @@ class Requests:
             rows=len(feeds),
             decode_rows=int((lengths == 1).sum()),
             samples=len(sampled),
-            table_edits=len(self._edits),
+            table_edits=self._groups * len(self._edits),
             slot_inits=len(self._begun),
             init_ids=0,
             init_biases=0,
@@ -159,8 +161,9 @@ class Requests:
         batch.row_kv_len[:] = before + lengths
         batch.sample_row[:] = sampled
         batch.sample_position[:] = [self._slots[feeds[row].slot].drawn for row in sampled]
-        batch.edit_group[:] = 0
-        batch.edit_slot[:], batch.edit_index[:], batch.edit_page[:] = np.array(self._edits, np.int32).reshape(-1, 3).T
+        edits = np.array(self._edits * self._groups, np.int32).reshape(-1, 3)
+        batch.edit_group[:] = np.repeat(np.arange(self._groups), len(self._edits))
+        batch.edit_slot[:], batch.edit_index[:], batch.edit_page[:] = edits.T
         batch.init_slot[:] = self._begun
         # With `logprobs` 0 the log-probability of what is drawn is reported, and no other.
         batch.init_ints[:] = 0

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 from gpu.checkout import ROOT
+from gpu.decode import page_bytes
 from gpu.random_model import RandomBackend, RandomWeights, llama, made, shared_ring, start_of
 from gpu.report import Report
 from gpu.requests import Feed, Requests
@@ -21,13 +24,14 @@ from gpu.timing import Device
 from headrace.ops.backend import DTYPES
 from headrace.ops.cuda.backend import CudaBackend
 from headrace.ops.cuda.step import DeviceStepRunner
+from headrace.ops.device_worker import served_groups
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.decoder import Decoder
 from headrace.ops.sampler import Sampler
 from headrace.ops.step import StepRunner
 from headrace.ops.streams import Streams, cpu_streams
-from headrace.ops.wire import Start
+from headrace.ops.wire import Backup, Start
 
 SLOTS: Final = 8
 GOLDEN: Final = ROOT / "tests" / "data" / "smollm2-135m-instruct-q4_1.json"
@@ -50,11 +54,14 @@ def run(report: Report, options: argparse.Namespace) -> None:
     apart = max(abs(a - b) for slot in ids for a, b in zip(ours.logprobs[slot], expected.logprobs[slot]))
     report.check("float32: their log-probabilities too", apart < 5e-3, f"apart by {apart:.1e} at most")
     _graphs_equal_eager(report, ours, runner, device)
+    _nothing_is_allocated(report, ours, device, prompts)
     if late is not None:
         conflicts = late.accesses.conflicts
         report.check("nothing is read or overwritten too early", not conflicts, "; ".join(conflicts[:3]))
         late.__exit__(None, None, None)
     _bfloat16(report, config, device, prompts, ids)
+    _windows(report, config, device, prompts)
+    _copies(report, config, device)
     if options.model is not None:
         _default_model(report, options.model, device)
     elif not device.dry:
@@ -86,7 +93,7 @@ def _by_torch(config: ModelConfig, device: Device, dtype: str) -> Requests:
     kind = DTYPES[dtype]
     model = Decoder(RandomWeights(config, kind, torch.device("cpu")), config, config.context_tokens)
     pages = SLOTS * config.context_tokens // 16
-    pools = [KvPool(start.groups[0], pages, 16, SLOTS, config.context_tokens, kind)]
+    pools = [KvPool(served_groups(config)[0][0], pages, 16, SLOTS, config.context_tokens, kind)]
     runner = StepRunner(model, pools, Sampler(SLOTS, config.vocab_size), (), cpu_streams())
     return Requests(runner, shared_ring(start)[1], pages)
 
@@ -108,7 +115,7 @@ def _on_device(
     with torch.inference_mode():
         runner = made(RandomBackend(config, start, streams), start, pages, memory)[0].runner
     assert isinstance(runner, DeviceStepRunner)
-    return Requests(runner, ring, pages), runner
+    return Requests(runner, ring, pages, groups=len(start.groups)), runner
 
 
 @contextmanager
@@ -141,6 +148,73 @@ def _graphs_equal_eager(report: Report, requests: Requests, runner: DeviceStepRu
             runner.graphs = kept
             outputs.append([(requests.outputs[slot], requests.logprobs[slot]) for slot in range(rows)])
         report.check(f"{rows} rows: graphs and single kernels come to the same bits", outputs[0] == outputs[1])
+
+
+def _nothing_is_allocated(
+    report: Report, requests: Requests, device: Device, prompts: Mapping[int, Sequence[int]]
+) -> None:
+    """By steps of shapes that have been there: torch keeps what it was given. For a new block of either memory CUDA may
+    wait for all that runs, and no debug mode tells."""
+    if device.dry:
+        return
+
+    def asked() -> tuple[int, int]:
+        return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
+
+    before = asked()
+    requests.serve(prompts, 256, 48)
+    more = [after - was for after, was in zip(asked(), before)]
+    note = f"{more[0]} blocks on the card, {more[1]} pinned"
+    report.check("steps of known shapes ask CUDA for no memory", not any(more), note)
+
+
+def _windows(report: Report, config: ModelConfig, device: Device, prompts: Mapping[int, Sequence[int]]) -> None:
+    """Every other layer looks at a window, and is in a group of its own."""
+    odd = tuple(range(1, config.layers, 2))
+    config = msgspec.structs.replace(config, window_tokens=device.size(300, 8), window_layers=odd)
+    chunk, outputs = device.size(256, 16), device.size(48, 3)
+    ids = _by_torch(config, device, "float32").serve(prompts, chunk, outputs)
+    requests, _ = _on_device(config, device, "float32")
+    with no_waits(device):
+        found = requests.serve(prompts, chunk, outputs)
+    same = sum(found[slot] == ids[slot] for slot in ids)
+    report.check("float32, windows: greedy ids are those of torch's layers", same == len(ids), f"{same} of {len(ids)}")
+
+
+def _copies(report: Report, config: ModelConfig, device: Device) -> None:
+    """A prompt's pages go to the host beside steps, and come back for another request, layer by layer."""
+    count = device.size(40, 2)
+    prompt = np.random.default_rng(7).integers(0, config.vocab_size, 16 * count + 3).tolist()
+    # Of float32.
+    pages, slot_bytes = SLOTS * config.context_tokens // 16, 2 * page_bytes(config)
+    start = msgspec.structs.replace(_start(config, device, "float32"), host_slot_bytes=slot_bytes)
+    memory, ring = shared_ring(start)
+    host = mmap.mmap(-1, count * slot_bytes)
+    late = _late_streams() if device.dry else None
+    backend = RandomBackend(config, start, late.streams if late else None)
+    with torch.inference_mode():
+        runner = made(backend, start, pages, memory, host)[0].runner
+    requests = Requests(runner, ring, pages)
+    with no_waits(device):
+        requests.begin(0)
+        requests.launch([Feed(0, prompt[: 16 * count], sample=False)])
+        with torch.inference_mode():
+            backup = runner.back_up(Backup(1, 0, requests.pages_of(0), list(range(count))))
+        requests.launch([Feed(0, prompt[16 * count :])])
+        while not backup.done.query():
+            pass
+        loads = list(enumerate(requests.begin(1, 16 * count)))
+        requests.launch([Feed(0), Feed(1, prompt[16 * count :])], loads)
+        for _ in range(device.size(8, 1)):
+            requests.launch([Feed(0), Feed(1)])
+        requests.finish()
+    drawn = len(requests.outputs[1])
+    same = requests.outputs[0][:drawn] == requests.outputs[1]
+    report.check("float32: what came back from the host comes to the same ids", same, f"{drawn} of them")
+    if late is not None:
+        conflicts = late.accesses.conflicts
+        report.check("no copy is too early either", not conflicts, "; ".join(conflicts[:3]))
+        late.__exit__(None, None, None)
 
 
 def _bfloat16(
@@ -183,7 +257,7 @@ def _default_model(report: Report, file: Path, device: Device) -> None:
     with open_model_file(file) as opened:
         config = read_config(opened)
     start = start_of(config, device.dry, "float32", SLOTS, 1024, 2048)
-    start = type(start)(**{name: getattr(start, name) for name in start.__struct_fields__} | {"model_path": str(file)})
+    start = msgspec.structs.replace(start, model_path=str(file))
     memory, ring = shared_ring(start)
     with torch.inference_mode():
         runner = made(CudaBackend(start, lambda reply: None, None), start, 512, memory)[0].runner
