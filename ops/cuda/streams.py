@@ -71,6 +71,9 @@ def _graphs(stream: torch.cuda.Stream) -> Capture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
             work()
+        with torch.cuda.stream(stream):
+            # The first launch of a graph brings it to the card, which no request should wait for.
+            graph.replay()
         return graph.replay
 
     return capture

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.ops.triton.dispatch import WIDEN, ceil_div, launches, power_of_two
-from headrace.ops.triton.paged_attention import LOG2_E, attend_blocks
+from headrace.ops.triton.paged_attention import LOG2_E, attend_blocks, merge_parts, merged_together
 from headrace.ops.triton.paged_attention import reference as reference_of_rows
 from headrace.ops.triton.spans import MOST_SPANS, SPAN_TOKENS
 
@@ -99,7 +99,10 @@ def attend_decode(
         num_warps=4 if head_dim <= 128 else 8,
         num_stages=3,
     )
-    _merge_spans[(rows, heads)](row_kv_len, parts, part_sums, out, out.stride(0), **widths, **cut, num_warps=1)
+    together = merged_together(head_dim)
+    _merge_spans[(rows, heads)](
+        row_kv_len, parts, part_sums, out, out.stride(0), BLOCK_PARTS=together, **widths, **cut, num_warps=1
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -221,24 +224,15 @@ def _merge_spans(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     context = tl.load(row_kv_len + row)
     if context > 0:
         dim = tl.arange(0, BLOCK_D)
-        best = float("-inf")
-        total = 0.0
-        mixed = tl.zeros((BLOCK_D,), tl.float32)
         span = _span(context, WINDOW, SPAN, MOST)
-        for part in range(tl.cdiv(context, span) - _first_span(context, span, WINDOW)):
-            at = (row * SPANS + part) * HEADS + head
-            weight = tl.load(part_sums + at)
-            values = tl.load(parts + at * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
-            higher = tl.maximum(best, weight)
-            kept = tl.exp2(best - higher)
-            new = tl.exp2(weight - higher)
-            total = total * kept + new
-            mixed = mixed * kept + values * new
-            best = higher
+        count = tl.cdiv(context, span) - _first_span(context, span, WINDOW)
+        first = row * (SPANS * HEADS) + head
+        total, mixed = merge_parts(parts, part_sums, first, HEADS, count, dim, HEAD_DIM, BLOCK_D, BLOCK_PARTS)
         tl.store(out + row * out_stride + head * HEAD_DIM + dim, mixed / total, mask=dim < HEAD_DIM)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.ops.triton.dispatch import WIDEN, launches, power_of_two
-from headrace.ops.triton.paged_attention import LOG2_E, attend_blocks
+from headrace.ops.triton.paged_attention import LOG2_E, attend_blocks, merge_parts, merged_together
 from headrace.ops.triton.paged_attention import reference as reference_of_rows
 
 _KEYS: Final = 64
@@ -153,8 +153,9 @@ def attend_extend(
         num_stages=3 if head_dim > 128 and not is_float32 else 2,
     )
     if len(merges):
+        together = merged_together(head_dim)
         _merge_tiles[(len(merges), tile, heads)](
-            row_start, out, merges, parts, part_sums, out.stride(0), **widths, num_warps=1
+            row_start, out, merges, parts, part_sums, out.stride(0), BLOCK_PARTS=together, **widths, num_warps=1
         )
 
 
@@ -296,6 +297,7 @@ def _merge_tiles(
     HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
 ):
     merge = merges + tl.program_id(0) * 4
     in_tile = tl.program_id(1)
@@ -306,18 +308,7 @@ def _merge_tiles(
     if token < tl.load(row_start + row + 1):
         place = tl.load(merge + 2).to(tl.int64)
         dim = tl.arange(0, BLOCK_D)
-        best = float("-inf")
-        total = 0.0
-        mixed = tl.zeros((BLOCK_D,), tl.float32)
-        for part in range(tl.load(merge + 3)):
-            at = ((place + part) * HEADS + head) * TILE + in_tile
-            weight = tl.load(part_sums + at)
-            if weight > float("-inf"):
-                values = tl.load(parts + at * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
-                higher = tl.maximum(best, weight)
-                kept = tl.exp2(best - higher)
-                new = tl.exp2(weight - higher)
-                total = total * kept + new
-                mixed = mixed * kept + values * new
-                best = higher
+        first = (place * HEADS + head) * TILE + in_tile
+        count = tl.load(merge + 3)
+        total, mixed = merge_parts(parts, part_sums, first, HEADS * TILE, count, dim, HEAD_DIM, BLOCK_D, BLOCK_PARTS)
         tl.store(out + token.to(tl.int64) * out_stride + head * HEAD_DIM + dim, mixed / total, mask=dim < HEAD_DIM)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.ops.triton.dispatch import WIDEN
+from headrace.ops.triton.dispatch import WIDEN, power_of_two
 
 LOG2_E: Final = tl.constexpr(math.log2(math.e))
 
@@ -126,3 +126,46 @@ def attend_blocks(
         mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision="tf32x3")
         best = higher
     return best, total, mixed
+
+
+def merged_together(head_dim: int) -> int:
+    """Parts that a warp loads at a time: 8 KB of them, 64 registers of a thread."""
+    return 2048 // power_of_two(head_dim)
+
+
+@triton.jit
+def merge_parts(
+    parts,
+    part_sums,
+    first,
+    STRIDE: tl.constexpr,
+    count,
+    dim,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Add up `count` mixtures by the logarithms of their weights' sums, `STRIDE` apart from `first` on → the sum of the
+    weights, and the mixture, `[BLOCK_D]`, of which that is to be taken out.
+
+    Several at a time: one after the other, each would wait for the L2 cache, about 0.6 µs; 64 of them take as long as
+    the attention of one row to 32k tokens. A mixture whose sum is -inf has seen nothing; not all of them may be such.
+    """
+    each = tl.arange(0, BLOCK_PARTS)
+    best = float("-inf")
+    total = 0.0
+    mixed = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, count, BLOCK_PARTS):
+        at = first + (start + each) * STRIDE
+        inside = start + each < count
+        weights = tl.load(part_sums + at, mask=inside, other=float("-inf"))
+        there = inside[:, None] & (dim < HEAD_DIM)[None, :]
+        values = tl.load(parts + at[:, None] * HEAD_DIM + dim[None, :], mask=there, other=0.0)
+        higher = tl.maximum(best, tl.max(weights, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(best - base)
+        new = tl.exp2(weights - base)
+        total = total * kept + tl.sum(new, 0)
+        mixed = mixed * kept + tl.sum(values * new[:, None], 0)
+        best = higher
+    return total, mixed
