@@ -74,6 +74,8 @@ def _graphs(stream: torch.cuda.Stream) -> Capture:
         with torch.cuda.stream(stream):
             # The first launch of a graph brings it to the card, which no request should wait for.
             graph.replay()
+        # What it reads is written in another stream next.
+        torch.cuda.synchronize()
         return graph.replay
 
     return capture
