@@ -33,11 +33,20 @@ class Weights(Protocol):
         """Bytes of all weights in the device's memory."""
 
 
+class Promised(Protocol):
+    """Memory that the system hands out when it is first used."""
+
+    def touch(self, budget_ms: float) -> bool:
+        """Make more of it real, for about so long; → whether all of it is, or can't be."""
+
+
 class Made(NamedTuple):
     """Pools, and who runs steps over them."""
 
     pools: list[KvPool]
     runner: Runner
+    host: Promised | None = None
+    """The host pool's memory, where nobody has touched it yet."""
 
 
 class Backend(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from headrace.ops.backend import CannotServe, Made, Weights, dtype_of, host_areas, weights_progress
+from headrace.ops.copy_thread import cpu_streams
 from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
@@ -17,8 +18,9 @@ from headrace.ops.sampler import Sampler
 from headrace.ops.sampling import Choose, choose
 from headrace.ops.step import StepRunner
 from headrace.ops.step_copies import Copier
-from headrace.ops.streams import Streams, cpu_streams
+from headrace.ops.streams import Streams
 from headrace.ops.wire import Progress, Reply, Start
+from headrace.ops.zeroed_memory import SharedMemory
 
 QUANTIZATIONS: Final = ("none", "q8")
 
@@ -60,9 +62,11 @@ class CpuBackend:
         host: list[Copier] = []
         for area in host_areas(start, host_pool, pools):
             assert host_pool is not None
-            host.append(HostPages(host_pool, area.slot_bytes, dtype, self._model.copy_pages, area))
+            bring, back_up = self._model.copy_pages, self._model.back_up_pages
+            host.append(HostPages(host_pool, area.slot_bytes, dtype, bring, back_up, area))
         sampler = Sampler(start.max_slots, start.ring.vocab, self._choose(start))
-        return Made(pools, StepRunner(self._model, pools, sampler, host, self.streams))
+        runner = StepRunner(self._model, pools, sampler, host, self.streams)
+        return Made(pools, runner, SharedMemory(host_pool) if host and isinstance(host_pool, mmap.mmap) else None)
 
     def _choose(self, start: Start) -> Choose:
         if start.kernels == "torch":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Final, Literal, TypeAlias
 import torch
 
 from headrace.ops import accesses
-from headrace.ops.backend import Backend, CannotServe
+from headrace.ops.backend import Backend, CannotServe, Promised
 from headrace.ops.cpu_backend import CpuBackend
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.runner import BackedUp, Sampled
@@ -101,7 +102,7 @@ class DeviceWorker:
                     self._backups.append(self._runner.back_up(command))
                 case Stop():
                     while self.poll():
-                        pass
+                        time.sleep(self._streams.look_s)
                     self.finished = True
             self.poll()
 
@@ -110,13 +111,23 @@ class DeviceWorker:
         self._answer_steps()
         while self._backups and self._backups[0].done.query():
             backup = self._backups.popleft()
-            self._reply(BackupDone(backup.transfer, backup.copy.spent_ms))
+            self._reply(BackupDone(backup.transfer))
         return bool(self._steps or self._backups)
 
     def idle(self) -> bool:
         """Do a little of what can wait, while there is no command; → whether something is left."""
         with torch.inference_mode():
-            return self._phase == "ready" and not all(pool.touch(IDLE_SLICE_MS) for pool in self._pools)
+            return self._phase == "ready" and not all(memory.touch(IDLE_SLICE_MS) for memory in self._promised)
+
+    @property
+    def look_s(self) -> float:
+        """How often to `poll` while something is not answered and no command comes."""
+        return self._streams.look_s
+
+    def close(self) -> None:
+        """End the streams. Copies that wait are given up: the server forgets them with this worker."""
+        if self._phase != "new":
+            self._streams.close()
 
     def _expect(self, command: Command, *phases: Phase) -> None:
         if self._phase not in phases:
@@ -154,7 +165,9 @@ class DeviceWorker:
         except (MemoryError, OSError, torch.OutOfMemoryError) as problem:
             self._refuse(f"the KV pool could not be allocated: {problem}. Lower --max-total-tokens")
             return
-        self._pools, self._runner = made
+        self._pools, self._runner = made.pools, made.runner
+        # The device's first: every request uses it.
+        self._promised: list[Promised] = [*made.pools, *([made.host] if made.host is not None else [])]
         costs = []
         if command.warm_up_tokens:
             costs = measure_steps(self._runner, self._pools, start.ring.vocab, command.warm_up_tokens)

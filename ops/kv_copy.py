@@ -2,13 +2,13 @@
 
 A host page is one blob: the page's part of each of its group's layers, one after the other, each laid out as in the
 device pool (`kv_pool`). On a CPU both pools are ordinary memory, and a copy is work like any other. When it is made is
-the streams' business (`streams`): a load's layers come one by one, each with an event of its own.
+the streams' business (`streams`): a load's layers come one by one, each with an event of its own, made by the model's
+threads (`Model.copy_pages`); copies to the host are made beside them (`copy_thread`, `Model.back_up_pages`).
 
-What a copy means is `copy_pages`, of torch. The model's threads make it where they can (`Model.copy_pages`): compiled
-(`simd.copies`), it reads each byte once and writes it once.
+What a copy means is `copy_pages`, of torch. Compiled (`simd.copies`), it reads each byte once and writes it once.
 
 in     the mapping of the host pool; pairs of host and device pages
-out    device pages (`PageLoad.bring`), host pages (`back_up`)
+out    device pages (`PageLoad.bring`), host pages (what `HostPages.back_up` returns)
 state  none but the mapping
 owner  host pages: whoever holds their transfer, in the server; here they are only read or written
 ready  when the call returns
@@ -44,8 +44,8 @@ def copy_pages(to: Tensor, to_pages: I32, source: Tensor, source_pages: I32) -> 
         to[:, layer].index_copy_(0, to_index, source[:, layer].index_select(0, source_index))
 
 
-def copy_pages_by(program: Program) -> CopyPages:
-    """A `CopyPages` of a program's threads."""
+def copy_pages_by(program: Program, gives_way: bool = False) -> CopyPages:
+    """A `CopyPages` of a program's threads. Who `gives_way` lets others have the core every few kB."""
     from headrace.ops.simd.copies import Pages
 
     def addresses(pool: Tensor, pages: I32) -> Pages:
@@ -58,7 +58,8 @@ def copy_pages_by(program: Program) -> CopyPages:
         for pages in (to_pages, source_pages):
             assert pages.dtype == np.int32 and pages.flags.c_contiguous
         size_bytes = elements * to.element_size()
-        program.copy(len(to_pages), layers, size_bytes, addresses(to, to_pages), addresses(source, source_pages))
+        sides = addresses(to, to_pages), addresses(source, source_pages)
+        program.copy(len(to_pages), layers, size_bytes, *sides, gives_way)
 
     return copy
 
@@ -71,13 +72,16 @@ class HostPages:
         buffer: mmap.mmap | bytearray,
         slot_bytes: int,
         dtype: torch.dtype,
-        copy: CopyPages = copy_pages,
+        bring: CopyPages = copy_pages,
+        back_up: CopyPages = copy_pages,
         area: HostArea | None = None,
     ) -> None:
         """`area`: a part of it, instead of as many pages as there is room for."""
         if area is None:
             area = HostArea(0, slot_bytes, len(buffer) // slot_bytes)
-        self.copy = copy
+        self.bring = bring
+        """Copies pages from it."""
+        self._back_up = back_up
         size_bytes = area.pages * area.slot_bytes
         self._slots: Tensor = torch.frombuffer(buffer, dtype=torch.uint8, count=size_bytes, offset=area.offset)
         self._slots = self._slots.view(dtype).view(area.pages, -1)
@@ -96,8 +100,12 @@ class HostPages:
         return PageLoad(pool, self, host_pages, device_pages)
 
     def back_up(self, pool: KvPool, device_pages: list[int], host_pages: list[int]) -> Callable[[], None]:
-        """The same."""
-        return partial(back_up, pool, self, device_pages, host_pages)
+        """→ what copies device pages, all layers, to host pages. Raises IndexError for a page outside its pool."""
+        device, to = np.array(device_pages, np.int32), np.array(host_pages, np.int32)
+        target = self.layers(0, len(pool.shape.layers), pool.layer_elements)
+        _check(pool.by_page, device)
+        _check(target, to)
+        return partial(self._back_up, target, to, pool.by_page, device)
 
 
 class PageLoad:
@@ -115,16 +123,7 @@ class PageLoad:
     def bring(self, layer: int) -> None:
         """Copy the pages' part of the group's `layer`-th layer."""
         source = self._host.layers(layer, 1, self._pool.layer_elements)
-        self._host.copy(self._pool.by_page[:, layer : layer + 1], self.pages[1], source, self.pages[0])
-
-
-def back_up(pool: KvPool, host: HostPages, device_pages: list[int], host_pages: list[int]) -> None:
-    """Copy device pages, all layers, to host pages. Raises IndexError for a page outside its pool."""
-    device, to = np.array(device_pages, np.int32), np.array(host_pages, np.int32)
-    target = host.layers(0, len(pool.shape.layers), pool.layer_elements)
-    _check(pool.by_page, device)
-    _check(target, to)
-    host.copy(target, to, pool.by_page, device)
+        self._host.bring(self._pool.by_page[:, layer : layer + 1], self.pages[1], source, self.pages[0])
 
 
 def _check(pool: Tensor, pages: I32) -> None:

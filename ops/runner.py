@@ -13,7 +13,7 @@ from headrace.ops.wire import I32, U32, Backup, ForwardBatch, StepResults
 
 
 class CopyTime(msgspec.Struct):
-    """What copies have taken of this thread's time: next to nothing where they are only given to a stream."""
+    """What loads have taken of this thread's time: next to nothing where they are only given to a stream."""
 
     spent_ms: float = 0.0
 
@@ -44,7 +44,6 @@ class BackedUp(NamedTuple):
 
     transfer: int
     done: Event
-    copy: CopyTime
 
 
 class Runner(Protocol):

@@ -13,6 +13,7 @@ end    a page's bytes are overwritten when the server gives it to another reques
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Final
 
@@ -72,7 +73,8 @@ class StepRunner:
         load = CopyTime()
         arrivals = self._copies.load(batch, load)
         forwarded = _Forwarded(batch.step, batch.row_slot[batch.sample_row], batch.sample_position, began, load)
-        compute.run(partial(self._forward, batch, arrivals, results, forwarded))
+        with self._streams.held() if arrivals else nullcontext():
+            compute.run(partial(self._forward, batch, arrivals, results, forwarded))
         forwarded.ended = compute.record()
         self._forwarded = forwarded
 

@@ -41,7 +41,7 @@ class Copier(Protocol):
         """May raise IndexError for a page that does not exist, or else `bring` does."""
 
     def back_up(self, pool: KvPool, device_pages: list[int], host_pages: list[int]) -> Callable[[], None]:
-        """→ what copies all layers, in the backup stream. The same for IndexError."""
+        """→ what copies all layers, in the backup stream. Raises IndexError for a page that does not exist."""
 
 
 class StepCopies:
@@ -86,9 +86,8 @@ class StepCopies:
         backup = self._streams.backup
         backup.wait(self._streams.compute.record())
         backup.uses(partial(accesses.backup, command.transfer, command.group, pool, *pages))
-        copy = CopyTime()
-        backup.run(partial(copy.of, work))
-        return BackedUp(command.transfer, backup.record(), copy)
+        backup.run(work)
+        return BackedUp(command.transfer, backup.record())
 
 
 def layer_places(pools: list[KvPool]) -> dict[int, tuple[int, int]]:

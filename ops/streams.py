@@ -10,13 +10,13 @@ ordered but by events: whoever uses what another stream makes waits for an event
 The host, which gives out the work, is ordered behind what it has seen an event say, and only then tells the server;
 so nothing that the server sends because of a reply needs another wait.
 
-A CPU has one stream, the thread itself. Steps run in the moment they are given; a copy is put off until somebody asks
-for its event: a layer's load runs right before that layer, while its bytes will still be in the cache. Nothing overlaps
-there, and nothing is lost: what a wait costs is a call.
+On a CPU compute and load are one thread. Steps run in the moment they are given; a load is put off until somebody asks
+for its event: right before its layer, while its bytes will still be in the cache. Nothing overlaps there, and nothing
+is lost: what a wait costs is a call. Copies to the host are made beside it (`copy_thread`).
 
 in     work, events to wait for
 out    events
-state  copies that nobody has waited for yet
+state  what nobody has waited for yet
 owner  the worker's main thread
 ready  when `query` of an event that was recorded behind the work says so
 end    with the worker
@@ -27,9 +27,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from headrace.ops.wire import I32
+
+LOOK_S: Final = 50e-6
+"""How often events are looked at while a device computes."""
 
 
 class Region(NamedTuple):
@@ -100,10 +104,16 @@ class Streams(NamedTuple):
     host: Actor = Unseen()
     """The worker's thread, where it touches memory that streams touch too."""
     capture: Capture = lambda work: work
+    held: Callable[[], AbstractContextManager[None]] = nullcontext
+    """While a step's loads come in the host's own time no copy to the host begins."""
+    look_s: float = LOOK_S
+    """How often the host should ask for events while it has nothing else to do."""
+    close: Callable[[], None] = lambda: None
+    """Nothing is given to them any more."""
 
 
-def cpu_streams() -> Streams:
-    """Steps at once, copies when they are waited for."""
+def in_order_streams() -> Streams:
+    """All in the caller's thread: steps at once, copies when they are waited for."""
     return Streams(CpuStream(at_once=True), CpuStream(at_once=False), CpuStream(at_once=False))
 
 

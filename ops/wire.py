@@ -246,8 +246,6 @@ class BackupDone(msgspec.Struct, tag="backed_up", frozen=True):
     """The host pages of the transfer hold the bytes."""
 
     transfer: int
-    copy_ms: float = 0.0
-    """What the copy took of the worker's thread, in which no step ran or was launched."""
 
 
 Reply: TypeAlias = Progress | Loaded | Ready | Refused | StepDone | StepFailed | BackupDone

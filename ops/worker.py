@@ -7,7 +7,7 @@ instead of spinning; those of the compiled kernels (`simd.team`) do so by themse
 in     packets on the socket; the ring's and the host pool's memfds
 out    packets on the socket
 state  none but the worker's
-owner  the main thread; helper threads of the compiled kernels never run Python
+owner  the main thread; of the others only the one that copies to the host runs Python, which sends nothing
 ready  -
 end    `Stop`, `Refused`, SIGTERM, or the end of the parent, of which the kernel tells with SIGKILL, the socket with EOF
 """
@@ -22,6 +22,7 @@ import os
 import select
 import signal
 import socket
+from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from headrace.ops.child import die_with_parent
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
 IDLE_MS: Final = 100
 """Without a command for so long, garbage is collected: then it delays nobody."""
-
-LOOK_S: Final = 50e-6
-"""While a device computes: how often its events are looked at. A CPU has computed by then."""
 
 
 def main() -> None:
@@ -62,7 +60,8 @@ def main() -> None:
     def reply(message: Reply) -> None:
         pipe.send(encoder.encode(message))
 
-    serve(pipe, DeviceWorker(reply, ring, host_pool))
+    with closing(DeviceWorker(reply, ring, host_pool)) as worker:
+        serve(pipe, worker)
 
 
 def serve(pipe: socket.socket, worker: DeviceWorker) -> None:
@@ -74,7 +73,7 @@ def serve(pipe: socket.socket, worker: DeviceWorker) -> None:
     while not worker.finished:
         if worker.poll():
             # `poll` counts in milliseconds; a reply should not be so late.
-            if not select.select([pipe], [], [], LOOK_S)[0]:
+            if not select.select([pipe], [], [], worker.look_s)[0]:
                 continue
         elif not poll.poll(idle_ms):
             idle_ms = 0 if worker.idle() else None

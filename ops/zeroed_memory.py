@@ -25,6 +25,10 @@ from torch import Tensor
 HUGE_PAGE_BYTES: Final = 2 << 20
 _MAPPING_BYTES: Final = 64 << 20
 """What is not used of it takes no memory."""
+_MADV_POPULATE_WRITE: Final = 23
+"""Of Linux; Python has no name for it."""
+_SHARED_PIECE_BYTES: Final = 256 << 10
+"""0.1 ms, or 1 in a virtual machine that gets its memory from its host first."""
 _ALIGNED_BYTES: Final = 4096
 """Tensors begin at a multiple of so many."""
 
@@ -55,6 +59,29 @@ class ZeroedMemory:
             # A write that changes nothing.
             self._parts[part, piece * HUGE_PAGE_BYTES : (piece + 1) * HUGE_PAGE_BYTES : mmap.PAGESIZE].add_(0)
             self._touched_pieces += 1
+        return True
+
+
+class SharedMemory:
+    """A mapping that other processes write to meanwhile, so that it can't be touched by writing to it."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        self._touched_bytes = 0
+
+    def touch(self, budget_ms: float) -> bool:
+        """As `ZeroedMemory.touch`, from the beginning on."""
+        end_s = time.perf_counter() + budget_ms / 1e3
+        while self._touched_bytes < len(self._mapping):
+            if time.perf_counter() >= end_s:
+                return False
+            count = min(_SHARED_PIECE_BYTES, len(self._mapping) - self._touched_bytes)
+            try:
+                self._mapping.madvise(_MADV_POPULATE_WRITE, self._touched_bytes, count)
+            except OSError:
+                # A kernel before 5.14, or memory is short: it comes when it is used.
+                return True
+            self._touched_bytes += count
         return True
 
 

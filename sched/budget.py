@@ -1,8 +1,8 @@
-"""What a step costs, how many prefill tokens fit into it, when to launch the next one, how much to copy between.
+"""What a step costs, how many prefill tokens fit into it, when to launch the next one.
 
-in     costs measured by the worker's warm-up; steps launched and done; copies done
-out    predicted ms; a budget for a step's prefill; a time to launch; pages of a copy
-state  five coefficients and two running corrections; the predicted end of the last launched step; ms a copied page
+in     costs measured by the worker's warm-up; steps launched and done
+out    predicted ms; a budget for a step's prefill; a time to launch
+state  five coefficients and two running corrections; the predicted end of the last launched step
 owner  the engine
 ready  from the start: without measurements the budget is the fixed one and launches are immediate
 end    with the engine
@@ -30,17 +30,6 @@ LAUNCH_LEAD_MS: Final = 3.0
 ALARM_S: Final = 0.5e-3
 """What is due so soon is due now: uvloop's timers count whole milliseconds, may ring so much too early, and one that
 rounds to nothing rings at once, again and again, until the time has come."""
-COPY_MS: Final = 1.2
-"""Of the copies behind a step. The bound is 2 ms; the 99th percentile of a copy was 1.1 to 1.6 times its median."""
-COPY_SHARE: Final = 1 / 20
-"""Of a step that is longer than 24 ms: what it computes has to go to the host as fast as it comes, or the pages of a
-busy device are held by their copies, and newcomers wait for those."""
-COPIES_AHEAD: Final = 4
-"""Under way on a device where they delay no step."""
-FIRST_COPY_BYTES_PER_MS: Final = 1e6
-"""Until a copy has been measured: 1 GB/s, a fifth of what this machine does."""
-MAX_COPY_BYTES: Final = 8 << 20
-"""Of one copy, however fast: its command has to fit a message, and room on the host comes in such pieces."""
 CAUTION_STEP: Final = 0.2
 """Five retractions in a row, and admission reserves all that the running may still produce."""
 CAUTION_KEPT: Final = 0.9
@@ -159,34 +148,6 @@ class CostModel:
 
     def _rest(self, chunk: StepCost) -> float:
         return max(0.0, chunk.step_ms - self.base_ms)
-
-
-class CopyPace:
-    """How many pages are copied to the host behind a step, so that copies hold the device for a bounded time.
-
-    On a CPU a copy is a command between two steps, and whatever decodes waits for it. Pages are as many as fill
-    `COPY_MS`, or `COPY_SHARE` of a long step, at the speed of the last copies. A device whose copies delay no step
-    tells 0, and always has `COPIES_AHEAD` of the largest.
-    """
-
-    def __init__(self, page_bytes: int, most_bytes: int = MAX_COPY_BYTES) -> None:
-        self.most = max(1, most_bytes // page_bytes)
-        """Pages of one copy."""
-        self.delays = True
-        """Whether no step runs meanwhile."""
-        self._page_ms = page_bytes / FIRST_COPY_BYTES_PER_MS
-
-    def pages(self, step_ms: float) -> int:
-        """Behind a step that takes `step_ms`, where copies delay steps."""
-        return max(1, int(max(COPY_MS, COPY_SHARE * step_ms) / self._page_ms))
-
-    def observe(self, pages: int, copy_ms: float) -> None:
-        """A copy of so many pages took `copy_ms`, in which no step ran."""
-        self.delays = copy_ms > 0
-        if self.delays:
-            # As with steps: one stall of the machine must not make copies small for long.
-            ratio = min(4.0, max(0.25, copy_ms / pages / self._page_ms))
-            self._page_ms *= 1 + _SMOOTHING * (ratio - 1)
 
 
 class StepBudget:

@@ -1,8 +1,8 @@
-"""Copies from the device to the host: some behind each step, or one after the other while idle.
+"""Copies from the device to the host: a few are always under way, beside the steps, as long as there are some to make.
 
 in     what the cache wants copied; the device's `BackupDone`
 out    `Backup` commands; pages that the host has, to the cache
-state  copies under way, how many pages they may take
+state  copies under way
 owner  the engine
 ready  a copy's host pages when every group's part has been made
 end    with the device's life: `forget`; the cache gives up what was under way
@@ -11,82 +11,54 @@ end    with the device's life: `forget`; the cache gives up what was under way
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Final
 
 from headrace.kvcache.cache import KvCache
-from headrace.kvcache.host import Copy
 from headrace.ops.wire import Backup, BackupDone
-from headrace.sched.budget import COPIES_AHEAD, CopyPace
 
-
-@dataclass(slots=True)
-class _UnderWay:
-    groups_left: int
-    pages: int
-    copy_ms: float = 0.0
+COPIES_AHEAD: Final = 8
+"""Under way. A CPU's worker acknowledges them between steps: with 32 MiB in a step of 200 ms they keep up with 7,000
+tokens/s of the default model."""
+MAX_COPY_BYTES: Final = 8 << 20
+"""Of one copy: its command has to fit a message, and room on the host comes in such pieces. One is all that a load may
+find begun: 1 to 2 ms."""
 
 
 class CopyStage:
     """Orders copies; the device makes them in its own order."""
 
-    def __init__(self, cache: KvCache, pace: CopyPace, send: Callable[[Backup], None]) -> None:
+    def __init__(self, cache: KvCache, most_bytes: int, send: Callable[[Backup], None]) -> None:
+        """`most_bytes`: of one copy, or a single page."""
         self._cache = cache
-        self._pace = pace
+        self._most_pages = max(1, most_bytes // cache.page_bytes)
         self._send = send
-        self._copies: dict[int, _UnderWay] = {}
-        """By transfer."""
+        self._groups_left: dict[int, int] = {}
+        """Of each copy under way, by transfer."""
 
     @property
     def under_way(self) -> bool:
         """Whether the device has a copy to make."""
-        return bool(self._copies)
+        return bool(self._groups_left)
 
-    def order(self, step_ms: float = 0.0) -> bool:
-        """Send the next copies behind all that the device has been sent, the last of it a step that should take so
-        long; False if there is none to make."""
-        if not self._pace.delays:
-            return self._top_up()
-        left, ordered = self._pace.pages(step_ms), False
-        while left > 0 and (pages := self._order(min(left, self._pace.most))):
-            left, ordered = left - pages, True
-        return ordered
-
-    def _top_up(self) -> bool:
-        """As many copies under way as may be, if there are so many to make; whether there are any."""
-        while len(self._copies) < COPIES_AHEAD and self._order(self._pace.most):
-            pass
-        return bool(self._copies)
-
-    def _order(self, most_pages: int) -> int:
-        """Send the next copy; its pages."""
-        copy = self._cache.next_copy(most_pages)
-        if copy is None:
-            return 0
-        pages = self._size_of(copy)
-        self._copies[copy.transfer] = _UnderWay(len(copy.device), pages)
-        for group, (device, host) in enumerate(zip(copy.device, copy.host), copy.first_group):
-            self._send(Backup(copy.transfer, group, device.tolist(), host.tolist()))
-        return pages
-
-    def _size_of(self, copy: Copy) -> int:
-        """In pages of every full group, which is how the pace counts."""
-        layout, pages = self._cache.layout, int(copy.device.shape[1])
-        if not copy.first_group:
-            return pages
-        return max(1, pages * layout.page_bytes(copy.first_group) // self._cache.page_bytes)
+    def order(self) -> bool:
+        """Have as many copies under way as may be, if there are so many to make; whether there are any."""
+        while len(self._groups_left) < COPIES_AHEAD:
+            copy = self._cache.next_copy(self._most_pages)
+            if copy is None:
+                break
+            self._groups_left[copy.transfer] = len(copy.device)
+            for group, (device, host) in enumerate(zip(copy.device, copy.host), copy.first_group):
+                self._send(Backup(copy.transfer, group, device.tolist(), host.tolist()))
+        return bool(self._groups_left)
 
     def made(self, done: BackupDone) -> None:
         """A group's part of a copy has been made."""
-        copy = self._copies[done.transfer]
-        copy.groups_left -= 1
-        copy.copy_ms += done.copy_ms
-        if not copy.groups_left:
-            del self._copies[done.transfer]
-            self._pace.observe(copy.pages, copy.copy_ms)
+        self._groups_left[done.transfer] -= 1
+        if not self._groups_left[done.transfer]:
+            del self._groups_left[done.transfer]
             self._cache.copied(done.transfer)
-            if not self._pace.delays:
-                self._top_up()
+            self.order()
 
     def forget(self) -> None:
         """The device is gone, and what it was copying with it."""
-        self._copies.clear()
+        self._groups_left.clear()

@@ -36,7 +36,7 @@ from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.storage.client import ConnectStorage, StorageClient, StorageRefused
 from headrace.ops.wire import BackupDone, Forward, MakePools, Ready, StepDone
 from headrace.sched.batch import encode
-from headrace.sched.budget import ALARM_S, TARGET_STEP_MS, CopyPace, CostModel, LaunchClock, StepBudget, StepWork
+from headrace.sched.budget import ALARM_S, TARGET_STEP_MS, CostModel, LaunchClock, StepBudget, StepWork
 from headrace.sched.cache_control import CacheControl
 from headrace.sched.collect import LaunchedStep, collect, remember
 from headrace.sched.copying import CopyStage
@@ -123,9 +123,7 @@ class Engine:
         self._in_flight: deque[LaunchedStep] = deque()
         self._sampling = SampleStage(self._scheduler, self._wake_at)
         self._free_ring: list[int] = []
-        self._copying = CopyStage(
-            self._cache, CopyPace(self._cache.page_bytes, options.max_copy_bytes), self._device.send
-        )
+        self._copying = CopyStage(self._cache, options.max_copy_bytes, self._device.send)
         self._next_step = 0
         self._collected_s = 0.0
         # The stages.
@@ -459,7 +457,7 @@ class Engine:
         self._clock.launched(now_s, predicted_ms)
         self._idle_check.launched(step, launched.decode_rows, launched.prefill_tokens)
         self._sample()
-        if not self._copying.order(predicted_ms):
+        if not self._copying.order():
             # Copies may have been skipped: then nothing is on its way any more.
             self.control.changed()
         return True

@@ -11,7 +11,7 @@ from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
 from headrace.kvcache.storage.protocol import OpenStore
 from headrace.ops.wire import Start
-from headrace.sched.budget import MAX_COPY_BYTES
+from headrace.sched.copying import MAX_COPY_BYTES
 from headrace.sched.policies import SchedulePolicy
 
 
@@ -44,7 +44,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     """The same of each window group."""
     write_policy: WritePolicy = "write_through"
     max_copy_bytes: int = MAX_COPY_BYTES
-    """Of one copy to the host; `CopyPace` says how many pages go behind a step."""
+    """Of one copy to the host."""
     storage: OpenStore | None = None
     """The storage tier behind the host's."""
     storage_limits: StorageLimits = StorageLimits()

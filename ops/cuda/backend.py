@@ -20,7 +20,7 @@ from headrace.ops.cuda.streams import cuda_streams
 from headrace.ops.device import device_name
 from headrace.ops.kv_pool import CPU, KvPool
 from headrace.ops.models.registry import load_on_device
-from headrace.ops.streams import Streams, cpu_streams
+from headrace.ops.streams import Streams, in_order_streams
 from headrace.ops.wire import BatchRing, Progress, Reply, Start
 
 CPU_MULTIPROCESSORS: Final = 2
@@ -36,7 +36,7 @@ class CudaBackend:
             raise CannotServe(f"--quantization {start.quantization} is not supported on a GPU: use none")
         self._reply = reply
         self._device = card.open_card() if start.device == "cuda" else CPU
-        self.streams = streams or (cuda_streams(self._device) if self._on_card else cpu_streams())
+        self.streams = streams or (cuda_streams(self._device) if self._on_card else in_order_streams())
 
     @property
     def _on_card(self) -> bool:

@@ -68,6 +68,8 @@ class CompiledDecoder:
         self._buffered = tuple(field for field in _ROW_BYTES if field not in left_out)
         self._program = Program(self._elements, kv, config.layers, threads)
         self.copy_pages = copy_pages_by(self._program)
+        # Tables of its own, no layers, and no thread but its caller's.
+        self.back_up_pages = copy_pages_by(Program(self._elements, kv, layers=0, threads=1), gives_way=True)
         self._embedding = _filled(weights.read("token_embd.weight", weights.dtype), LANES).contiguous()
         self._rotaries: dict[Rope, Rotary] = {}
         for layer in range(config.layers):

@@ -63,7 +63,7 @@ class Decoder:
     def __init__(self, weights: StoredWeights, config: ModelConfig, context_tokens: int) -> None:
         """`context_tokens`: the longest context that will be asked for."""
         self.config = config
-        self.copy_pages = copy_pages
+        self.copy_pages = self.back_up_pages = copy_pages
         self._embedding = weights.read("token_embd.weight", weights.dtype)
         self._layers = [DecoderLayer(weights, config, index) for index in range(config.layers)]
         self._norm = RmsNorm(weights.norm("output_norm"), config.norm_eps, weights.dtype)

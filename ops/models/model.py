@@ -23,6 +23,10 @@ class Model(Protocol):
         """Copies pages between the pools, by the threads that compute."""
 
     @property
+    def back_up_pages(self) -> CopyPages:
+        """The same by whoever calls it, also while those compute."""
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all weights in memory."""
 

@@ -26,7 +26,7 @@ from headrace.ops.simd.instructions import (
     load_from,
     part,
 )
-from headrace.ops.simd.team import Member, claim
+from headrace.ops.simd.team import Member, claim, give_way
 from headrace.ops.simd.vector import emit_prefetch, get_i32
 
 LINE_BYTES: Final = 64
@@ -88,11 +88,15 @@ def copy_block(to: int, source: int, size_bytes: int) -> None:
 
 
 @part
-def copy_phase(member: Member, phase: int, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages) -> None:
-    """Of so many pages, every layer's `size_bytes`."""
+def copy_phase(
+    member: Member, phase: int, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages, gives_way: int
+) -> None:
+    """Of so many pages, every layer's `size_bytes`. Who `gives_way` lets others have the core after each of them."""
     piece = claim(member, phase, pages * layers)
     while piece < pages * layers:
         page, layer = piece // layers, piece % layers
         copy_block(part_of(to, page, layer), part_of(source, page, layer), size_bytes)
+        if gives_way != 0:
+            give_way()
         piece = claim(member, phase, pages * layers)
     settle()

@@ -68,9 +68,10 @@ class Program:
         self.step[StepField.FIRST_LAYER], self.step[StepField.END_LAYER] = first, end
         self.run(job)
 
-    def copy(self, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages) -> None:
+    def copy(self, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages, gives_way: bool) -> None:
         """Copy `size_bytes` in each layer of so many pages, on all threads."""
-        self.step[StepField.COPY_PAGES : StepField.FROM_LAYER_BYTES + 1] = (pages, layers, size_bytes, *to, *source)
+        numbers = pages, layers, size_bytes, gives_way, *to, *source
+        self.step[StepField.COPY_PAGES : StepField.FROM_LAYER_BYTES + 1] = numbers
         self.run(COPY)
 
     def stop(self) -> None:

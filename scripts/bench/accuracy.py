@@ -34,7 +34,7 @@ from headrace.ops.models.model import Model
 from headrace.ops.models.registry import load_compiled, load_model
 from headrace.ops.simd.compiler import Elements, prepare
 from headrace.ops.step_kv import StepKv
-from headrace.ops.streams import cpu_streams
+from headrace.ops.streams import in_order_streams
 from headrace.ops.wire import BatchRing, Counts, ForwardBatch, GroupShape, RingGeometry
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, cache_folder, resolve
 from headrace.server.text import TextService
@@ -93,7 +93,7 @@ class Forced:
             chunk = ids[start : start + CHUNK_TOKENS]
             batch = self._batch(start, len(chunk))
             places = {layer: (0, layer) for layer in range(self._model.config.layers)}
-            kv = StepKv(batch, [self._pool], places, {}, cpu_streams().compute)
+            kv = StepKv(batch, [self._pool], places, {}, in_order_streams().compute)
             hidden = self._model.forward(np.array(chunk), kv, np.arange(len(chunk)))
             for rows in hidden.split(64):  # type: ignore[no-untyped-call]
                 found += self._model.logits(rows).argmax(-1).tolist()

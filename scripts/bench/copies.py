@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""How long one copy of pages to the host holds a CPU's stream, between decode steps of 8 streams: for fixed sizes, and
-for the size that the engine chooses from copy to copy.
+"""What copies to the host cost the steps beside them on a CPU: times of steps without copies, with as many as keep up
+with what each step computes, and with copies always under way; and how fast those are.
 
-    scripts/bench/copies.py --threads 2 --json copies.json
+    scripts/bench/copies.py --threads 1 --threads 2 --json copies.json
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import argparse
 import mmap
 import os
 import random
-import statistics
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Final
 
@@ -22,113 +22,178 @@ import numpy as np
 import torch
 
 from headrace.ops.backend import DTYPES
+from headrace.ops.copy_thread import cpu_streams
 from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.registry import load_compiled
+from headrace.ops.runner import BackedUp
 from headrace.ops.sampler import Sampler
 from headrace.ops.simd.compiler import Elements, prepare
 from headrace.ops.simd.draws import Chooser
 from headrace.ops.step import StepRunner
-from headrace.ops.streams import cpu_streams
+from headrace.ops.streams import Streams
 from headrace.ops.warm_up import StepProbe, StepShape
 from headrace.ops.wire import Backup, GroupShape
-from headrace.sched.budget import CopyPace
+from headrace.sched.copying import COPIES_AHEAD, MAX_COPY_BYTES
 from headrace.server.host_pool import HostPool
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, cache_folder, resolve
 
 KINDS: Final[tuple[Elements, ...]] = ("float32", "bfloat16")
 CONTEXT_TOKENS: Final = 192
 STREAMS: Final = 8
-COPIES: Final = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 PAGE_TOKENS: Final = 16
-NUM_PAGES: Final = 512
-SHAPE: Final = StepShape(STREAMS, 0, CONTEXT_TOKENS)
+DECODE: Final = StepShape(STREAMS, 0, CONTEXT_TOKENS)
+CHUNKS: Final = (256, 1024)
+"""Of prompts, in tokens."""
+NUM_PAGES: Final = 1024
+ROUNDS: Final = 4
+"""In which the kinds of copies take turns: a machine has slow minutes."""
 
 
-class CopySpeed(msgspec.Struct):
-    """Copies of one size; `size` is "paced" for what the engine would choose from copy to copy. On a machine that is
-    shared, the clock counts the turns of others too; the process's own time is in `cpu_p99_ms`."""
+class StepTimes(msgspec.Struct):
+    """Steps of one shape beside one kind of copies: "none", "own" (of as many pages as the step fills), "always"."""
 
     dtype: str
-    size: str
-    pages: float
-    megabytes: float
+    threads: int
+    step: str
+    copies: str
+    steps: int
     p50_ms: float
     p99_ms: float
     max_ms: float
-    cpu_p99_ms: float
+    copied_gb_s: float
+    """While copies were under way."""
 
 
 class Report(msgspec.Struct):
     device: str
     torch: str
     model: str
-    copies: list[CopySpeed]
+    times: list[StepTimes]
 
 
-def measure(model: str, dtype: Elements, threads: int, code: str, seconds: float) -> list[CopySpeed]:
-    """Of every size, by the kernels and in the memory that a server has. `code`: where compiled kernels lie."""
-    prepare(dtype, dtype, code, lambda done, total: None)
-    loaded = load_compiled(model, DTYPES[dtype], False, CONTEXT_TOKENS, threads, lambda done, total: None)
-    config = loaded.config
-    group = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
-    pages = NUM_PAGES
-    pool = KvPool(group, pages, PAGE_TOKENS, STREAMS, CONTEXT_TOKENS + PAGE_TOKENS, DTYPES[dtype])
-    page_bytes = len(group.layers) * pool.layer_elements * pool.pages.element_size()
-    memory = HostPool(pages * page_bytes)
-    buffer = mmap.mmap(memory.descriptor, memory.size_bytes)
-    memory.close()
-    buffer.write(bytes(len(buffer)))
-    host = HostPages(buffer, page_bytes, DTYPES[dtype], loaded.copy_pages)
-    sampler = Sampler(STREAMS, config.vocab_size, Chooser(config.vocab_size))
-    runner = StepRunner(loaded, [pool], sampler, [host], cpu_streams())
-    probe = StepProbe(runner, [pool], config.vocab_size, [SHAPE], pages)
-    copies = [_copies(runner, probe, dtype, f"{size >> 20} MiB", page_bytes, pages, seconds) for size in COPIES]
-    return [*copies, _copies(runner, probe, dtype, "paced", page_bytes, pages, 2 * seconds)]
+class Copies:
+    """Copies under way, as the engine has them. What is not copied yet waits."""
+
+    def __init__(self, runner: StepRunner, page_bytes: int) -> None:
+        self.copied_bytes = 0
+        self.busy_s = 0.0
+        """In which at least one was under way."""
+        self._runner = runner
+        self._page_bytes = page_bytes
+        self._most_pages = max(1, MAX_COPY_BYTES // page_bytes)
+        self._rng = random.Random(0)
+        self._under_way: deque[tuple[BackedUp, int]] = deque()
+        self._waiting = 0.0
+        self._began_s = 0.0
+
+    def order(self, pages: float) -> None:
+        """Look what has been made, and give out more; pages come in whole ones."""
+        now_s = time.perf_counter()
+        while self._under_way and self._under_way[0][0].done.query():
+            self.copied_bytes += self._under_way.popleft()[1] * self._page_bytes
+            self.busy_s += now_s - self._began_s
+            self._began_s = now_s
+        self._waiting += pages
+        while len(self._under_way) < COPIES_AHEAD and self._waiting >= 1:
+            count = min(self._most_pages, int(self._waiting))
+            device, to = (self._rng.sample(range(NUM_PAGES), count) for _ in range(2))
+            if not self._under_way:
+                self._began_s = now_s
+            self._under_way.append((self._runner.back_up(Backup(1, 0, device, to)), count))
+            self._waiting -= count
+
+    def stop(self) -> None:
+        """What is under way is made, what waits is forgotten."""
+        self._waiting = 0.0
+        while self._under_way:
+            time.sleep(1e-4)
+            self.order(0.0)
 
 
-def _copies(
-    runner: StepRunner, probe: StepProbe, dtype: str, size: str, page_bytes: int, num_pages: int, seconds: float
-) -> CopySpeed:
-    """One copy behind each decode step of 8 streams, as the engine sends them; the first ten are not counted."""
-    pace, rng = CopyPace(page_bytes), random.Random(0)
-    fixed = 0 if size == "paced" else max(1, (int(size.split()[0]) << 20) // page_bytes)
-    times_ms: list[float] = []
-    cpu_ms: list[float] = []
-    sizes: list[int] = []
-    end = time.perf_counter() + seconds
-    while len(times_ms) < 30 or time.perf_counter() < end:
-        count = fixed or min(pace.most, pace.pages(0.0))
-        probe.run(SHAPE)
-        device, to = rng.sample(range(num_pages), count), rng.sample(range(num_pages), count)
-        began = time.process_time()
-        backup = runner.back_up(Backup(1, 0, device, to))
-        backup.done.query()
-        times_ms.append(backup.copy.spent_ms)
-        cpu_ms.append((time.process_time() - began) * 1e3)
-        sizes.append(count)
-        pace.observe(count, times_ms[-1])
-    pages = statistics.fmean(sizes[10:])
-    p50_ms, p99_ms, max_ms = np.percentile(times_ms[10:], (50, 99, 100)).tolist()
-    cpu_p99_ms = float(np.percentile(cpu_ms[10:], 99))
-    return CopySpeed(dtype, size, pages, pages * page_bytes / 1e6, p50_ms, p99_ms, max_ms, cpu_p99_ms)
+class Steps:
+    """A worker's steps, with the kernels and in the memory that a server has."""
+
+    def __init__(self, model: str, dtype: Elements, threads: int, code: str) -> None:
+        """`code`: where compiled kernels lie."""
+        prepare(dtype, dtype, code, lambda done, total: None)
+        self.dtype, self.threads = dtype, threads
+        self.streams: Streams = cpu_streams()
+        context = max(CONTEXT_TOKENS + PAGE_TOKENS, *CHUNKS)
+        self._model = load_compiled(model, DTYPES[dtype], False, context, threads, lambda done, total: None)
+        self._model.pin(sorted(os.sched_getaffinity(0)))
+        config = self._model.config
+        group = GroupShape("full", 0, list(range(config.layers)), config.kv_heads, config.head_dim)
+        pool = KvPool(group, NUM_PAGES, PAGE_TOKENS, STREAMS, context, DTYPES[dtype])
+        self.page_bytes = len(group.layers) * pool.layer_elements * pool.pages.element_size()
+        memory = HostPool(NUM_PAGES * self.page_bytes)
+        buffer = mmap.mmap(memory.descriptor, memory.size_bytes)
+        memory.close()
+        buffer.write(bytes(len(buffer)))
+        host = HostPages(buffer, self.page_bytes, DTYPES[dtype], self._model.copy_pages, self._model.back_up_pages)
+        sampler = Sampler(STREAMS, config.vocab_size, Chooser(config.vocab_size))
+        self.runner = StepRunner(self._model, [pool], sampler, [host], self.streams)
+        self.shapes = [DECODE, *(StepShape(0, chunk, 0) for chunk in CHUNKS)]
+        self.probe = StepProbe(self.runner, [pool], config.vocab_size, self.shapes, NUM_PAGES)
+
+    def measure(self, shape: StepShape, seconds: float) -> list[StepTimes]:
+        """Of one shape, beside each kind of copies."""
+        filled = shape.tokens / PAGE_TOKENS
+        kinds = {"none": 0.0, "own": filled, "always": float(1 << 40)}
+        times_ms: dict[str, list[float]] = {kind: [] for kind in kinds}
+        made = {kind: Copies(self.runner, self.page_bytes) for kind in kinds}
+        for _ in range(ROUNDS):
+            for kind, pages in kinds.items():
+                times_ms[kind] += self._round(shape, made[kind], pages, seconds / ROUNDS)
+        return [self._times(shape, kind, times_ms[kind], made[kind]) for kind in kinds]
+
+    def _round(self, shape: StepShape, copies: Copies, pages: float, seconds: float) -> list[float]:
+        """ms from one step's end to the next one's; the first two are not counted."""
+        times_ms: list[float] = []
+        ended_s = began_s = time.perf_counter()
+        while len(times_ms) < 5 or ended_s - began_s < seconds:
+            copies.order(pages)
+            self.probe.run(shape)
+            now_s = time.perf_counter()
+            times_ms.append((now_s - ended_s) * 1e3)
+            ended_s = now_s
+        copies.stop()
+        return times_ms[2:]
+
+    def _times(self, shape: StepShape, kind: str, times_ms: list[float], copies: Copies) -> StepTimes:
+        step = f"{shape.decode_rows} streams" if shape.decode_rows else f"chunk of {shape.tokens}"
+        p50_ms, p99_ms, max_ms = np.percentile(times_ms, (50, 99, 100)).tolist()
+        speed = copies.copied_bytes / copies.busy_s / 1e9 if copies.busy_s else 0.0
+        return StepTimes(self.dtype, self.threads, step, kind, len(times_ms), p50_ms, p99_ms, max_ms, speed)
+
+    def close(self) -> None:
+        self.streams.close()
+        self._model.close()
 
 
 def _print(report: Report) -> None:
     print(f"{report.device}, torch {report.torch}, {report.model}")
-    print(f"{'':12}{'copy to host':>16}{'pages':>9}{'MB':>7}{'median ms':>12}{'p99':>10}{'max':>10}{'CPU p99':>10}")
-    for copy in report.copies:
-        times = f"{copy.p50_ms:>12.2f}{copy.p99_ms:>10.2f}{copy.max_ms:>10.2f}{copy.cpu_p99_ms:>10.2f}"
-        print(f"{copy.dtype:12}{copy.size:>16}{copy.pages:>9.1f}{copy.megabytes:>7.1f}{times}")
+    titles = f"{'':9}threads  {'step':15}{'copies':>7}{'steps':>7}{'median ms':>11}{'p99':>9}{'max':>9}{'GB/s':>7}"
+    print(f"{titles}{'more, median':>15}{'p99':>7}")
+    alone = report.times[0]
+    for times in report.times:
+        start = f"{times.dtype:9}{times.threads:>7}  {times.step:15}{times.copies:>7}{times.steps:>7}"
+        figures = f"{times.p50_ms:>11.2f}{times.p99_ms:>9.2f}{times.max_ms:>9.2f}{times.copied_gb_s:>7.2f}"
+        if times.copies == "none":
+            alone = times
+            print(start + figures)
+        else:
+            print(f"{start}{figures}{times.p50_ms - alone.p50_ms:>+15.2f}{times.p99_ms - alone.p99_ms:>+7.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cores = len(os.sched_getaffinity(0))
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a GGUF file or a model's name")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="all cores by default")
+    parser.add_argument("--threads", type=int, action="append", help="all cores but one, and all, by default")
     parser.add_argument("--dtype", choices=KINDS, action="append", help="both by default")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each size")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each step and kind of copies")
     parser.add_argument("--json", type=Path, help="write the report to this file too")
     arguments = parser.parse_args()
     cache = cache_folder(os.environ)
@@ -137,14 +202,23 @@ def main() -> None:
     except ModelProblem as problem:
         sys.exit(str(problem))
     prepare_cpu(1)
-    report = Report(device_name(arguments.threads), str(torch.__version__), Path(model).name, [])
+    report = Report(device_name(cores), str(torch.__version__), Path(model).name, [])
     with torch.inference_mode():
         for dtype in arguments.dtype or KINDS:
-            code = str(cache / "kernels")
-            report.copies += measure(model, dtype, arguments.threads, code, arguments.seconds)
+            for threads in arguments.threads or sorted({max(1, cores - 1), cores}):
+                report.times += _measured(model, dtype, threads, str(cache / "kernels"), arguments.seconds)
     _print(report)
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def _measured(model: str, dtype: Elements, threads: int, code: str, seconds: float) -> list[StepTimes]:
+    affinity = os.sched_getaffinity(0)
+    steps = Steps(model, dtype, threads, code)
+    times = [one for shape in steps.shapes for one in steps.measure(shape, seconds)]
+    steps.close()
+    os.sched_setaffinity(0, affinity)
+    return times
 
 
 if __name__ == "__main__":

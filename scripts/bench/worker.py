@@ -31,7 +31,7 @@ from headrace.ops.sampling import choose
 from headrace.ops.simd.compiler import Elements, prepare
 from headrace.ops.simd.draws import Chooser
 from headrace.ops.step import StepRunner
-from headrace.ops.streams import cpu_streams
+from headrace.ops.streams import in_order_streams
 from headrace.ops.warm_up import StepProbe, StepShape
 from headrace.ops.wire import GroupShape
 from headrace.server.models import DEFAULT_MODEL, ModelProblem, cache_folder, resolve
@@ -100,7 +100,7 @@ def measure(path: str, modes: list[str], threads: int, seconds: float, code: str
         pool = KvPool(group, pages, PAGE_TOKENS, max(STREAMS), max(PROMPTS), dtype)
         chooser = choose if mode.startswith("torch") else Chooser(config.vocab_size)
         sampler = Sampler(max(STREAMS), config.vocab_size, chooser)
-        runner = StepRunner(model, [pool], sampler, [], cpu_streams())
+        runner = StepRunner(model, [pool], sampler, [], in_order_streams())
         probes[mode] = StepProbe(runner, [pool], config.vocab_size, SHAPES, pages)
     # As a server does; a thread that is made later would be where this one stays.
     for decoder in compiled:

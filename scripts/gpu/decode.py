@@ -79,7 +79,7 @@ def requests_for(
     memory, ring = shared_ring(start)
     with torch.inference_mode():
         backend = RandomBackend(config, start, drawn_on_card=not device.dry)
-        (pools, runner), weights = made(backend, start, pages, memory, host)
+        (pools, runner, _), weights = made(backend, start, pages, memory, host)
         # Not zeros: a card does those faster.
         pools[0].pages.normal_()
     device.wait()

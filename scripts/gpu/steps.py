@@ -30,7 +30,7 @@ from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.decoder import Decoder
 from headrace.ops.sampler import Sampler
 from headrace.ops.step import StepRunner
-from headrace.ops.streams import Streams, cpu_streams
+from headrace.ops.streams import Streams, in_order_streams
 from headrace.ops.wire import Backup, Start
 
 SLOTS: Final = 8
@@ -94,7 +94,7 @@ def _by_torch(config: ModelConfig, device: Device, dtype: str) -> Requests:
     model = Decoder(RandomWeights(config, kind, torch.device("cpu")), config, config.context_tokens)
     pages = SLOTS * config.context_tokens // 16
     pools = [KvPool(served_groups(config)[0][0], pages, 16, SLOTS, config.context_tokens, kind)]
-    runner = StepRunner(model, pools, Sampler(SLOTS, config.vocab_size), (), cpu_streams())
+    runner = StepRunner(model, pools, Sampler(SLOTS, config.vocab_size), (), in_order_streams())
     return Requests(runner, shared_ring(start)[1], pages)
 
 

@@ -10,7 +10,7 @@ end    `close`: nothing more is answered
 There is no pool behind it: which page is whose is the allocator's business and the index's, and both are the real ones.
 Three streams, as on a GPU: steps in order; loads before the step that reads them, layer by layer, so that a step takes
 the longer of computing and loading (and one layer's computing more); backups behind the steps that were sent before
-them. A device whose copies don't overlap has one stream for all.
+them. A device whose loads don't overlap brings them between the layers of a step; backups delay no step anywhere.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class CopyCosts(msgspec.Struct, frozen=True):
     bytes_per_s: float
     """In one direction."""
     layers: int
-    overlap: bool
-    """Copies have streams of their own."""
+    loads_overlap: bool
+    """Loads have a stream of their own."""
 
     def copy_ns(self, pages: int) -> int:
         return COPY_LATENCY_NS + int(pages * self.page_bytes / self.bytes_per_s * 1e9) if pages else 0
@@ -97,8 +97,7 @@ class CostDevice:
                 self._loop.call_at_ns(self._compute_free_ns, self._finish, command, self._step_ns)
             case Backup():
                 pages = len(command.device_pages)
-                held_ms = 0.0 if self._copies.overlap else self._copies.copy_ns(pages) / 1e6
-                self._loop.call_at_ns(self._backup(pages), self._reply, BackupDone(command.transfer, held_ms))
+                self._loop.call_at_ns(self._backup(pages), self._reply, BackupDone(command.transfer))
             case Start():
                 self._reply(Loaded(weights_bytes=0, free_bytes=0))
             case MakePools():
@@ -115,7 +114,7 @@ class CostDevice:
         began_ns = max(now_ns, self._compute_free_ns)
         if not load_ns:
             self._compute_free_ns = began_ns + compute_ns
-        elif copies.overlap:
+        elif copies.loads_overlap:
             self._load_free_ns = max(now_ns, self._load_free_ns) + load_ns
             last_layer_ns = self._load_free_ns + compute_ns // copies.layers
             self._compute_free_ns = max(began_ns + compute_ns, last_layer_ns)
@@ -126,9 +125,6 @@ class CostDevice:
     def _backup(self, pages: int) -> int:
         """When a copy to the host has been made."""
         after_ns, copy_ns = max(self._loop.time_ns(), self._compute_free_ns), self._copies.copy_ns(pages)
-        if not self._copies.overlap:
-            self._compute_free_ns = after_ns + copy_ns
-            return self._compute_free_ns
         self._backup_free_ns = max(after_ns, self._backup_free_ns) + copy_ns
         return self._backup_free_ns
 

@@ -17,7 +17,7 @@ from headrace.kvcache.storage.client import StorageLimits
 from headrace.kvcache.storage.protocol import OpenStore, pages_per_message
 from headrace.ops.wire import GroupShape, RingGeometry, Start
 from headrace.sched.batch import max_batch_bytes
-from headrace.sched.budget import MAX_COPY_BYTES
+from headrace.sched.copying import MAX_COPY_BYTES
 from headrace.sched.options import EngineOptions
 from headrace.server.config import RULES, BadSetting, PrefetchPolicy, Rule, SchedulePolicy, WritePolicy, flag_of
 from headrace.server.sim.cost_device import CopyCosts
@@ -28,9 +28,9 @@ from headrace.server.sizing import MEASURED_CHUNK_TOKENS
 from headrace.server.tiering import size_of
 
 RING_SLOTS: Final = 3
-COPY_MS: Final = 20.0
-"""What one copy to the host may take of a stream of its own. It goes behind a step, and steps that compute prompts take
-200 ms: at 8 MiB each, as on a CPU, copies would fall behind by a hundred times."""
+COPY_MS: Final = 10.0
+"""Of one copy to the host from a GPU, at most. Some are always under way whatever their size; a copy of 8 MiB, as on a
+CPU, would be one page of a large model, and most events those of copies."""
 GPU_PIECE_BYTES: Final = 32 << 20
 """Of one read of a prefetch: 5 ms of a disk with 7 GB/s. A page of 16 tokens of an 8B model has 2 MiB."""
 LARGEST_CHUNK_TOKENS: Final = 8192
@@ -189,7 +189,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def copy_costs(self) -> CopyCosts:
         figures = self.figures
         bytes_per_s = figures.copy_bytes_per_s * self.tp_size * EFFICIENCY.copy
-        return CopyCosts(self.page_bytes, bytes_per_s, self.model.layers, figures.copies_overlap)
+        return CopyCosts(self.page_bytes, bytes_per_s, self.model.layers, figures.loads_overlap)
 
     def store_times(self) -> StoreTimes:
         return StoreTimes(
@@ -205,7 +205,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """What the real engine is told."""
         model, layout, slots = self.model, self.model.layout(self.page_size), self.max_running_requests
         context = min(self.context_tokens, self.num_pages * self.page_size)
-        largest = LARGEST_CHUNK_TOKENS if self.figures.copies_overlap else MEASURED_CHUNK_TOKENS
+        largest = LARGEST_CHUNK_TOKENS if self.figures.loads_overlap else MEASURED_CHUNK_TOKENS
         chunk = min(self.chunked_prefill_size or largest, context)
         room = max_batch_bytes(slots, context, chunk, self.page_size, 1)
         group = layout.groups[0]
@@ -246,13 +246,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _copy_bytes(self) -> int:
-        if not self.figures.copies_overlap:
+        if not self.figures.loads_overlap:
             return MAX_COPY_BYTES
         bytes_in_time = int(self.copy_costs().bytes_per_s * COPY_MS / 1e3)
         return min(bytes_in_time, pages_per_message(self.page_size) * self.page_bytes)
 
     def _prefetch(self) -> PrefetchOptions:
-        if not self.figures.copies_overlap:
+        if not self.figures.loads_overlap:
             return PrefetchOptions(policy=self.prefetch_policy)
         return PrefetchOptions(policy=self.prefetch_policy, piece_bytes=GPU_PIECE_BYTES)
 

@@ -63,8 +63,8 @@ class DeviceFigures(msgspec.Struct, frozen=True):
     """Between the device and host memory, in one direction."""
     link_bytes_per_s: float
     """Between devices, in one direction, for tensor parallelism."""
-    copies_overlap: bool = True
-    """Copies have engines of their own. Where not (a CPU), they take their time from the steps."""
+    loads_overlap: bool = True
+    """Loads from the host have an engine of their own. Where not (a CPU), they take their time from the steps."""
 
 
 class Efficiency(msgspec.Struct, frozen=True):
@@ -101,5 +101,5 @@ DEVICES: Final[Mapping[str, DeviceFigures]] = {
     "a100": DeviceFigures(312e12, 2.04e12, 80e9, 32e9, 300e9),
     "l4": DeviceFigures(121e12, 0.3e12, 24e9, 32e9, 32e9),
     # Two cores of a Zen 4 server, measured rather than from a sheet; hence no more than half of it is counted on.
-    "cpu": DeviceFigures(0.6e12, 40e9, 16e9, 4e9, 4e9, copies_overlap=False),
+    "cpu": DeviceFigures(0.6e12, 40e9, 16e9, 4e9, 4e9, loads_overlap=False),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import get_args
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -12,6 +12,13 @@ from headrace.kvcache.prefetch import PrefetchOptions, PrefetchPolicy
 from headrace.sched.policies import SchedulePolicy
 from headrace.server.sim.storage import StorageTimes, StoreFaults
 from headrace.server.sim.world import WorldShape
+
+COPIES: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"copy_pages": 8, "copy_page_us": 50.0},
+    {"copy_pages": 1, "copy_page_us": 1000.0},
+)
+"""To the host: fast ones, others, and those that fall behind what is computed."""
 
 
 def random_shape(rng: random.Random) -> WorldShape:
@@ -52,7 +59,7 @@ def random_shape(rng: random.Random) -> WorldShape:
         write_policy=rng.choice(("write_through", "write_through_selective", "write_back")),
         step_timeout_s=2.0,
         mask_us=rng.choice((10, 500, 3000)),
-        copy_ms=rng.choice((0.0, 1.0, 20.0)),
+        **rng.choice(COPIES),
     )
 
 

@@ -25,9 +25,9 @@ from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.storage.client import StorageLimits
 from headrace.kvcache.storage.protocol import OpenStore
-from headrace.ops.transport import Transport
+from headrace.ops.transport import Transport, TransportClosed
 from headrace.ops.wire import (
-    BackupDone,
+    Backup,
     BatchRing,
     Command,
     Forward,
@@ -42,6 +42,7 @@ from headrace.ops.wire import (
     encoder,
 )
 from headrace.sched.batch import max_batch_bytes
+from headrace.sched.copying import MAX_COPY_BYTES
 from headrace.sched.device import EngineFailed
 from headrace.sched.engine import Engine
 from headrace.sched.executors.oracle import OracleDevice
@@ -58,6 +59,8 @@ from headrace.server.sim.virtual_loop import running_loop
 VOCAB: Final = 997
 STUCK_S: Final = 20.0
 """With requests to serve, the engine tells something more often: a device that hangs is replaced after 2 to 6 s."""
+COPY_NS: Final = 20_000
+"""Of a copy to the host, beside its pages."""
 STARVED_S: Final = 600.0
 """Of one request, whatever the others do."""
 
@@ -99,8 +102,10 @@ class WorldShape(msgspec.Struct, frozen=True):
     token_us: float = 0.0
     """Of one prefill token, beyond `forward_us`; the engine is told so in its warm-up."""
     step_timeout_s: float = 5.0
-    copy_ms: float = 0.0
-    """What one copy to the host is said to take; long ones make the next smaller."""
+    copy_pages: int = 0
+    """Of one copy to the host, at most; 0: as many as the engine orders otherwise."""
+    copy_page_us: float = 1.0
+    """Of a page that is copied to the host, beside the steps; each copy takes 20 more."""
     mask_us: int = 100
     """Of one command to the grammar worker, at most; one in eight takes ten times as long."""
 
@@ -127,8 +132,10 @@ class _SimConnection:
         device = OracleDevice(self.ring, self._reply, VOCAB, costs if shape.token_us else (), world.host_pool)
         self._begun: deque[Command] = deque()
         """Commands that take their time, decoded when they began: one lane, so they end in that order."""
-        self.server.serve(lambda message: device.handle(self._begun.popleft()))
-        self._world = world
+        self.server.serve(lambda message: self._act(self._begun.popleft()))
+        self._world, self._device = world, device
+        self._copied_ns = 0
+        """When the copies to the host that were sent will have been made."""
 
     @property
     def transport(self) -> Transport:
@@ -147,9 +154,29 @@ class _SimConnection:
     def _reply(self, reply: Reply) -> None:
         if isinstance(reply, StepDone):
             reply = StepDone(reply.step, self._step_ms)
-        elif isinstance(reply, BackupDone):
-            reply = msgspec.structs.replace(reply, copy_ms=self._world.shape.copy_ms)
         self.server.reply(encoder.encode(reply))
+
+    def _act(self, command: Command) -> None:
+        """At the end of a command, or for a copy where it begins: it delays no step, and is made as late as may be."""
+        if not isinstance(command, Backup):
+            self._device.handle(command)
+            return
+        loop, shape = running_loop(), self._world.shape
+        cost_ns = COPY_NS + int(len(command.device_pages) * shape.copy_page_us * 1000)
+        self._copied_ns = max(loop.time_ns(), self._copied_ns) + cost_ns
+        loop.call_at_ns(self._copied_ns, self._copy, command)
+
+    def _copy(self, command: Backup) -> None:
+        loop, hung_until_ns = running_loop(), self._link.far.hung_until_ns
+        if self.server.stopped:
+            return
+        if hung_until_ns > loop.time_ns():
+            loop.call_at_ns(hung_until_ns, self._copy, command)
+            return
+        try:
+            self._device.handle(command)
+        except TransportClosed:
+            self.server.stop()
 
     def _cost_ns(self, message: bytes) -> int:
         shape = self._world.shape
@@ -165,6 +192,8 @@ class _SimConnection:
                 cost_ns = int(cost_us * 1000 * (0.5 + self._world.rng.random()))
                 self._step_ms = cost_ns / 1e6 if shape.token_us else 0.0
                 return cost_ns
+            case Backup():
+                return 0
             case _:
                 return 20_000
 
@@ -246,6 +275,7 @@ class World:
             storage_limits=StorageLimits(lookup_s=0.05, limbo_s=1.0, breaker_s=1.0),
             prefetch=shape.prefetch,
             write_policy=shape.write_policy,
+            max_copy_bytes=shape.copy_pages * self.layout.page_bytes(0) if shape.copy_pages else MAX_COPY_BYTES,
             step_timeout_s=shape.step_timeout_s,
         )
         self.engine = Engine(self.options, self._connect, self._sink, self._connect_storage, self._connect_grammar)

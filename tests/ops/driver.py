@@ -20,7 +20,7 @@ from headrace.ops.models import architectures
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.model import Model
 from headrace.ops.step import StepRunner
-from headrace.ops.streams import Streams
+from headrace.ops.streams import Streams, in_order_streams
 from headrace.ops.weights.files import open_model_file
 from headrace.ops.wire import (
     Backup,
@@ -106,8 +106,9 @@ def window_groups(config: ModelConfig) -> list[GroupShape]:
 
 
 class Driver:
-    """Loads a model and runs the steps that a test asks for. Pages are handed out in a shuffled order. A window group's
-    are taken when a row gets to them, and given back when its next token doesn't look at them any more."""
+    """Loads a model and runs the steps that a test asks for, in order on one thread, or on other `streams`. Pages are
+    handed out in a shuffled order. A window group's are taken when a row gets to them, and given back when its next
+    token doesn't look at them any more."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class Driver:
         buffer = bytearray(geometry.size_bytes)
         self.ring = BatchRing(buffer, geometry)
         self.replies: list[Reply] = []
-        self.worker = DeviceWorker(self.replies.append, buffer, host_pool, streams)
+        self.worker = DeviceWorker(self.replies.append, buffer, host_pool, streams or in_order_streams())
         command = start_command(self.config, model, geometry, **start)
         self.page_tokens = command.page_tokens
         self.worker.handle(command)

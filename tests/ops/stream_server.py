@@ -29,7 +29,7 @@ LONGEST_TOKENS = 75
 LONGEST_WINDOWED_TOKENS = 130
 """With windows: long enough that a row leaves pages behind."""
 MOST_LOOKS = 20_000
-"""At a worker, before an answer is believed not to come."""
+"""At a worker, before an answer is believed not to come, where time passes by looking."""
 
 
 class Device(Protocol):
@@ -71,11 +71,13 @@ class StreamServer:
         fences: bool = True,
         kernels: str = "torch",
         windows: bool = False,
+        most_looks: int = MOST_LOOKS,
     ) -> None:
         """`windows`: the model's layers with a window are a group of their own."""
         self._rng = np.random.default_rng(seed)
         self._device = device
         self._fences = fences
+        self._most_looks = most_looks
         area = HostArea(HOST_PAGES * HOST_SLOT_BYTES, HOST_SLOT_BYTES, HOST_PAGES)
         groups = {"groups": window_groups(read_config(model)), "window_areas": [area]} if windows else {}
         self._host = bytearray((1 + windows) * HOST_PAGES * HOST_SLOT_BYTES)
@@ -284,7 +286,7 @@ class StreamServer:
             self._wait(BackupDone, transfer)
 
     def _wait(self, kind: type[StepDone | BackupDone], number: int) -> None:
-        for _ in range(MOST_LOOKS):
+        for _ in range(self._most_looks):
             for reply in self._driver.replies[self._seen :]:
                 if isinstance(reply, StepDone | BackupDone):
                     self._answered.add((type(reply), reply.step if isinstance(reply, StepDone) else reply.transfer))

@@ -16,7 +16,7 @@ from ops.driver import Driver, Feed
 from ops.slot_inits import SlotInit
 from ops.small_llama import SmallLlama
 
-from headrace.ops.kv_copy import CopyPages, HostPages, PageLoad, back_up, copy_pages, copy_pages_by
+from headrace.ops.kv_copy import CopyPages, HostPages, PageLoad, copy_pages, copy_pages_by
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.simd.compiler import prepare
 from headrace.ops.step_kv import StepKv
@@ -48,7 +48,7 @@ def i32(*values: int) -> np.ndarray:
 def test_a_page_on_the_host_is_one_blob_of_its_layers(dtype: torch.dtype) -> None:
     pool = pool_of(5, dtype)
     buffer = bytearray(4 * SLOT_BYTES)
-    back_up(pool, HostPages(buffer, SLOT_BYTES, dtype), [4, 1], [0, 2])
+    HostPages(buffer, SLOT_BYTES, dtype).back_up(pool, [4, 1], [0, 2])()
     for device, host in ((4, 0), (1, 2)):
         blob = buffer[host * SLOT_BYTES :][: PAGE_VALUES * dtype.itemsize]
         assert bytes(blob) == bits(pool.pages[:, device])
@@ -60,7 +60,7 @@ def test_pages_come_back_as_they_went(dtype: torch.dtype) -> None:
     pool = pool_of(6, dtype)
     before = pool.pages.clone()
     host = HostPages(bytearray(3 * SLOT_BYTES), SLOT_BYTES, dtype)
-    back_up(pool, host, [0, 5, 3], [2, 0, 1])
+    host.back_up(pool, [0, 5, 3], [2, 0, 1])()
     load = PageLoad(pool, host, i32(1, 2, 0), i32(1, 2, 4))
     for layer in range(3):
         load.bring(layer)
@@ -68,14 +68,15 @@ def test_pages_come_back_as_they_went(dtype: torch.dtype) -> None:
     assert bits(pool.pages[:, [0, 3, 5]]) == bits(before[:, [0, 3, 5]])
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[(1, False), (3, False), (1, True)])
 def compiled(request: pytest.FixtureRequest) -> Iterator[CopyPages]:
-    """By the threads of a program."""
+    """By the threads of a program, which may give way."""
     prepare("float32", "float32", str(cache_folder(os.environ) / "kernels"), lambda done, total: None)
     from headrace.ops.simd.program import Program
 
-    program = Program("float32", "float32", 1, request.param)
-    yield copy_pages_by(program)
+    threads, gives_way = request.param
+    program = Program("float32", "float32", 1, threads)
+    yield copy_pages_by(program, gives_way)
     program.stop()
 
 
@@ -116,7 +117,7 @@ def test_compiled_copies_are_the_references(
 def test_bringing_a_layer_touches_no_other() -> None:
     pool = pool_of(4, torch.float32)
     host = HostPages(bytearray(SLOT_BYTES), SLOT_BYTES, torch.float32)
-    back_up(pool, host, [3], [0])
+    host.back_up(pool, [3], [0])()
     before = pool.pages.clone()
     PageLoad(pool, host, i32(0), i32(1)).bring(1)
     assert bits(pool.pages[1, 1]) == bits(before[1, 3])
@@ -128,7 +129,7 @@ def test_a_page_outside_its_pool_is_an_error(device: int, host: int) -> None:
     pool = pool_of(4, torch.float32)
     pages = HostPages(bytearray(2 * SLOT_BYTES), SLOT_BYTES, torch.float32)
     with pytest.raises(IndexError):
-        back_up(pool, pages, [device], [host])
+        pages.back_up(pool, [device], [host])
     with pytest.raises(IndexError):
         PageLoad(pool, pages, i32(host), i32(device)).bring(0)
 

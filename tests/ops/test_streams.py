@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.ops.runner import BackedUp, Sampled
 from headrace.ops.step import StepRunner
-from headrace.ops.streams import CpuStream, Event, Operation, Region, Streams, cpu_streams
+from headrace.ops.streams import CpuStream, Event, Operation, Region, Streams, in_order_streams
 from headrace.ops.wire import Backup
 
 SEEDS = range(24)
@@ -264,11 +264,11 @@ def test_operations_touch_no_pages_but_those_they_declare(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# A CPU's streams
+# All in one thread
 
 
-def test_a_cpu_computes_at_once_and_copies_right_before_the_layer_that_waits() -> None:
-    compute, load, *_ = cpu_streams()
+def test_steps_compute_at_once_and_loads_come_right_before_the_layer_that_waits() -> None:
+    compute, load, *_ = in_order_streams()
     done: list[str] = []
     events = []
     for layer in range(3):
@@ -290,8 +290,8 @@ def test_a_cpu_computes_at_once_and_copies_right_before_the_layer_that_waits() -
     assert done[-1] == "load 2"
 
 
-def test_a_cpu_backup_is_made_when_it_is_asked_for_and_its_failure_reaches_whoever_asks() -> None:
-    compute, _, backup, *_ = cpu_streams()
+def test_what_is_put_off_is_made_when_it_is_asked_for_and_its_failure_reaches_whoever_asks() -> None:
+    compute, _, backup, *_ = in_order_streams()
     backup.wait(compute.record())
     done: list[str] = []
     backup.run(lambda: done.append("backup"))

@@ -132,9 +132,10 @@ def test_steps_pass_through_the_ring_and_are_answered_in_order(
 def test_stop_ends_it_with_0_after_what_was_sent_before(process: Process, small_model: Path) -> None:
     process.make_ready(small_model)
     process.write_step(1, [3], 0, {0: 0}, [SlotInit(0)])
-    for command in (Forward(1, 1), Sample(1, 1), Stop()):
+    for command in (Forward(1, 1), Sample(1, 1), Backup(7, 0, [0], [1]), Stop()):
         process.send(command)
     assert isinstance(process.receive(), StepDone)
+    assert process.receive() == BackupDone(7)
     assert process.child.wait(DEADLINE_S) == 0
 
 
@@ -159,12 +160,24 @@ def test_ctrl_c_is_ignored_and_sigterm_ends_it(process: Process, small_model: Pa
     process.send(Forward(1, 1))
     process.send(Sample(1, 1))
     assert isinstance(process.receive(), StepDone)
+    # Whether or not it is copying.
+    for transfer in range(50):
+        process.send(Backup(transfer, 0, [0, 1, 2, 3], [0, 1, 2, 3]))
     process.child.send_signal(signal.SIGTERM)
     assert process.child.wait(DEADLINE_S) == -signal.SIGTERM
 
 
 def test_it_ends_with_a_traceback_when_a_command_makes_no_sense(process: Process) -> None:
     process.send(MakePools([1], 0))
+    assert process.child.wait(DEADLINE_S) == 1
+
+
+def test_it_ends_with_a_traceback_when_a_copy_names_a_page_that_is_not_there(
+    process: Process, small_model: Path
+) -> None:
+    process.make_ready(small_model)
+    process.send(Backup(1, 0, [0], [0]))
+    process.send(Backup(2, 0, [0], [4]))
     assert process.child.wait(DEADLINE_S) == 1
 
 
@@ -206,8 +219,10 @@ def test_it_ends_when_its_parent_is_killed_though_the_pipe_stays_open() -> None:
         os.close(worker)
 
 
-def test_the_process_has_no_other_python_thread_and_sleeps_while_idle(process: Process, small_model: Path) -> None:
+def test_the_process_sleeps_while_idle(process: Process, small_model: Path) -> None:
     process.make_ready(small_model)
+    process.send(Backup(1, 0, [0], [0]))
+    assert process.receive() == BackupDone(1), "though no other command comes"
 
     def cpu_ticks() -> int:
         fields = Path(f"/proc/{process.child.pid}/stat").read_text().rpartition(")")[2].split()

@@ -234,7 +234,9 @@ def test_a_flush_under_load_ends_when_what_was_under_way_is_written() -> None:
             assert world.engine.status().stored_pages >= before.copied_pages, "all that the host had at the call"
 
     # Storage needs 2 of the 4 ms between two requests for their pages.
-    shape = msgspec.structs.replace(DISK, pages=200, host_pages=400, copy_ms=1.0, storage=StorageTimes(50, 600, 2))
+    shape = msgspec.structs.replace(
+        DISK, pages=200, host_pages=400, copy_page_us=50.0, storage=StorageTimes(50, 600, 2)
+    )
     play(msgspec.structs.replace(shape, token_us=20.0, storage_pages=4000), scenario)
 
 

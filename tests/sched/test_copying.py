@@ -1,4 +1,4 @@
-"""How many copies to the host follow a step."""
+"""How many copies to the host are under way."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.layout import KvLayout, LayerGroup
 from headrace.kvcache.pool import Fence
 from headrace.ops.wire import Backup, BackupDone
-from headrace.sched.budget import COPIES_AHEAD, COPY_MS, COPY_SHARE, CopyPace
-from headrace.sched.copying import CopyStage
+from headrace.sched.copying import COPIES_AHEAD, CopyStage
 
-LAYOUT = KvLayout(4, (LayerGroup("full", 0, (0, 1), 2, 8, 4),))
 PAGES = 200
-LONG_STEP_MS = 10 * COPY_MS / COPY_SHARE
+COPY_PAGES = 8
 
 
-def prompt_computed() -> KvCache:
+def prompt_computed(groups: int) -> KvCache:
     """All pages of a prompt wait to be copied."""
-    cache, tokens = KvCache(LAYOUT, [PAGES + 1], host_pages=PAGES + 1), 4 * PAGES
+    layout = KvLayout(4, tuple(LayerGroup("full", 0, (layer,), 2, 8, 4) for layer in range(groups)))
+    cache, tokens = KvCache(layout, [PAGES + 1] * groups, host_pages=groups * (PAGES + 1)), 4 * PAGES
     ids = np.arange(tokens, dtype=np.int32)
     key = PrefixKey(namespace(b"model", "", ""), 4, ids, tokens)
     holding = cache.open(key, tokens)
@@ -36,45 +35,48 @@ def prompt_computed() -> KvCache:
 class Device:
     """Keeps what it is sent, and makes it when told."""
 
-    def __init__(self, copies_delay_steps: bool) -> None:
-        self.cache = prompt_computed()
-        pace = CopyPace(self.cache.page_bytes, 8 * self.cache.page_bytes)
-        for _ in range(100):
-            pace.observe(8, 2 * COPY_MS if copies_delay_steps else 0.0)
+    def __init__(self, groups: int = 1, most_bytes: int | None = None) -> None:
+        self.cache = prompt_computed(groups)
         self.sent: list[Backup] = []
-        self.stage = CopyStage(self.cache, pace, self.sent.append)
-        self.pages_behind_a_step = pace.pages(0.0)
-
-    @property
-    def sent_pages(self) -> list[int]:
-        return [len(backup.device_pages) for backup in self.sent]
+        most_bytes = COPY_PAGES * self.cache.page_bytes if most_bytes is None else most_bytes
+        self.stage = CopyStage(self.cache, most_bytes, self.sent.append)
 
     def make(self) -> None:
         """The first copy that was sent and not made."""
-        backup = self.sent.pop(0)
-        self.stage.made(BackupDone(backup.transfer, 0.0))
+        self.stage.made(BackupDone(self.sent.pop(0).transfer))
 
 
-def test_behind_a_short_step_as_many_pages_are_copied_as_delay_it_by_little() -> None:
-    device = Device(copies_delay_steps=True)
-    assert device.stage.order(10.0)
-    assert sum(device.sent_pages) == device.pages_behind_a_step < 8
-
-
-def test_behind_a_long_step_several_copies_keep_up_with_what_it_computes() -> None:
-    device = Device(copies_delay_steps=True)
-    assert device.stage.order(LONG_STEP_MS)
-    assert sum(device.sent_pages) >= 10 * device.pages_behind_a_step
-    assert max(device.sent_pages) <= 8, "none is larger than a copy may be"
-
-
-def test_where_copies_delay_no_step_some_are_always_under_way() -> None:
-    device = Device(copies_delay_steps=False)
-    assert device.stage.order(10.0)
+def test_some_copies_are_under_way_until_all_are_made() -> None:
+    device = Device()
+    assert device.stage.order()
     made = 0
     while device.sent:
-        assert len(device.sent) == min(COPIES_AHEAD, -(-PAGES // 8) - made)
+        assert len(device.sent) == min(COPIES_AHEAD, -(-PAGES // COPY_PAGES) - made)
+        assert max(len(backup.device_pages) for backup in device.sent) == COPY_PAGES
         device.make()
         made += 1
-    assert made == PAGES // 8 and not device.cache.copying
-    assert not device.stage.order(10.0), "nothing is left"
+    assert made == PAGES // COPY_PAGES and not device.cache.copying
+    assert not device.stage.order() and not device.stage.under_way, "nothing is left"
+
+
+def test_a_copy_of_two_groups_is_made_when_both_parts_are() -> None:
+    device = Device(groups=2)
+    device.stage.order()
+    assert [backup.group for backup in device.sent] == [0, 1] * COPIES_AHEAD
+    device.make()
+    assert len(device.sent) == 2 * COPIES_AHEAD - 1, "half of it brings no other"
+    device.make()
+    assert len(device.sent) == 2 * COPIES_AHEAD
+
+
+def test_a_page_that_is_larger_than_a_copy_may_be_goes_by_itself() -> None:
+    device = Device(most_bytes=1)
+    device.stage.order()
+    assert {len(backup.device_pages) for backup in device.sent} == {1}
+
+
+def test_a_device_that_is_lost_has_no_copies_under_way() -> None:
+    device = Device()
+    device.stage.order()
+    device.stage.forget()
+    assert not device.stage.under_way

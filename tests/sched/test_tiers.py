@@ -307,7 +307,7 @@ def test_what_was_prefetched_for_a_waiting_request_stays_until_its_turn() -> Non
 
 def test_b03_host_pages_that_are_on_their_way_back_are_waited_for() -> None:
     # One write at a time, so that the host's pages come back one prompt after the other.
-    slow = StorageTimes(50, 4000, 1)
+    slow = StorageTimes(50, 3000, 1)
 
     async def scenario(world: World) -> None:
         await ask(world)
@@ -315,7 +315,7 @@ def test_b03_host_pages_that_are_on_their_way_back_are_waited_for() -> None:
         world.engine.flush_cache()
         for i in range(2):
             await ask(world, [i + 1] * 33, 1)
-        # The host has the last pages; storage takes 4 ms for each.
+        # The host has the last pages; storage takes 3 ms for each.
         await asyncio.sleep(0.001)
         world.engine.flush_cache()
         status = world.engine.status()

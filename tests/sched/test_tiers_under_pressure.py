@@ -13,25 +13,20 @@ from headrace.kvcache.identity import PrefixKey, namespace
 from headrace.kvcache.prefetch import PrefetchOptions
 from headrace.kvcache.radix import RadixIndex
 from headrace.kvcache.radix_nodes import Node
-from headrace.sched.budget import CopyPace
 from headrace.server.sim.storage import StorageTimes
 from headrace.server.sim.world import World, WorldShape
 
 
-def test_b31_pages_that_only_wait_for_their_copies_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a CPU copies are small: many steps pass before a long prompt has been copied.
-    monkeypatch.setattr(CopyPace, "pages", lambda self, step_ms: 1)
-
+def test_b31_pages_that_only_wait_for_their_copies_are_not_missing() -> None:
     async def scenario(world: World) -> None:
         await ask(world, [i % 900 + 1 for i in range(160)], 1)
         assert world.engine.writing
         watched = await ask(world, [7, 8, 9], 60)
         assert watched.finished is not None and watched.finished.reason == "length" and len(watched.ids) == 60
 
-    play(
-        msgspec.structs.replace(HOST, pages=48, host_pages=400, context_tokens=192, prefill_tokens=256),
-        scenario,
-    )
+    # Copies are slow: many steps pass before a long prompt has been copied.
+    shape = msgspec.structs.replace(HOST, pages=48, host_pages=400, context_tokens=192, prefill_tokens=256)
+    play(msgspec.structs.replace(shape, copy_pages=1, copy_page_us=1000.0), scenario)
 
 
 @pytest.mark.parametrize("together", [1, 2])

@@ -17,7 +17,7 @@ from ops.stream_server import StreamServer
 from ops.triton.launches import noted_launches
 
 from headrace.ops.cuda.first_steps import run_first_steps
-from headrace.ops.streams import Streams, cpu_streams
+from headrace.ops.streams import Streams, in_order_streams
 from headrace.ops.wire import HostArea
 
 KERNELS = Path(__file__).parents[3] / "ops" / "triton"
@@ -39,7 +39,7 @@ def capturing_streams() -> Streams:
         work()
         return work
 
-    return cpu_streams()._replace(capture=capture)
+    return in_order_streams()._replace(capture=capture)
 
 
 class Unwatched:
