@@ -205,7 +205,7 @@ def test_no_copy_begins_while_a_step_brings_pages_from_the_host(small_model: Pat
         free.append(copies._may_begin.is_set())
         return forward(*arguments)  # type: ignore[arg-type]
 
-    driver.model.forward = watched  # type: ignore[method-assign]
+    driver.model.forward = watched  # type: ignore[assignment, method-assign]
     driver.begin(SlotInit(0))
     loaded = driver.give_pages(0, 16)[0]
     driver.slots[0].length = 16
