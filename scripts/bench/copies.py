@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from headrace.ops.backend import DTYPES
-from headrace.ops.copy_thread import cpu_streams
+from headrace.ops.copy_thread import LOOK_S, cpu_streams
 from headrace.ops.device import device_name, prepare_cpu
 from headrace.ops.kv_copy import HostPages
 from headrace.ops.kv_pool import KvPool
@@ -47,6 +47,9 @@ DECODE: Final = StepShape(STREAMS, 0, CONTEXT_TOKENS)
 CHUNKS: Final = (256, 1024)
 """Of prompts, in tokens."""
 NUM_PAGES: Final = 1024
+ENDLESS: Final = float(1 << 40)
+"""Pages."""
+IDLE_BYTES: Final = 1 << 30
 ROUNDS: Final = 4
 """In which the kinds of copies take turns: a machine has slow minutes."""
 
@@ -70,6 +73,8 @@ class Report(msgspec.Struct):
     device: str
     torch: str
     model: str
+    idle_gb_s: dict[str, float]
+    """Copies while no step runs, by dtype."""
     times: list[StepTimes]
 
 
@@ -87,6 +92,10 @@ class Copies:
         self._under_way: deque[tuple[BackedUp, int]] = deque()
         self._waiting = 0.0
         self._began_s = 0.0
+
+    @property
+    def gb_s(self) -> float:
+        return self.copied_bytes / self.busy_s / 1e9 if self.busy_s else 0.0
 
     def order(self, pages: float) -> None:
         """Look what has been made, and give out more; pages come in whole ones."""
@@ -140,13 +149,22 @@ class Steps:
     def measure(self, shape: StepShape, seconds: float) -> list[StepTimes]:
         """Of one shape, beside each kind of copies."""
         filled = shape.tokens / PAGE_TOKENS
-        kinds = {"none": 0.0, "own": filled, "always": float(1 << 40)}
+        kinds = {"none": 0.0, "own": filled, "always": ENDLESS}
         times_ms: dict[str, list[float]] = {kind: [] for kind in kinds}
         made = {kind: Copies(self.runner, self.page_bytes) for kind in kinds}
         for _ in range(ROUNDS):
             for kind, pages in kinds.items():
                 times_ms[kind] += self._round(shape, made[kind], pages, seconds / ROUNDS)
         return [self._times(shape, kind, times_ms[kind], made[kind]) for kind in kinds]
+
+    def idle_gb_s(self) -> float:
+        """Copies while no step runs."""
+        copies = Copies(self.runner, self.page_bytes)
+        while copies.copied_bytes < IDLE_BYTES:
+            copies.order(ENDLESS)
+            time.sleep(LOOK_S)
+        copies.stop()
+        return copies.gb_s
 
     def _round(self, shape: StepShape, copies: Copies, pages: float, seconds: float) -> list[float]:
         """ms from one step's end to the next one's; the first two are not counted."""
@@ -164,8 +182,7 @@ class Steps:
     def _times(self, shape: StepShape, kind: str, times_ms: list[float], copies: Copies) -> StepTimes:
         step = f"{shape.decode_rows} streams" if shape.decode_rows else f"chunk of {shape.tokens}"
         p50_ms, p99_ms, max_ms = np.percentile(times_ms, (50, 99, 100)).tolist()
-        speed = copies.copied_bytes / copies.busy_s / 1e9 if copies.busy_s else 0.0
-        return StepTimes(self.dtype, self.threads, step, kind, len(times_ms), p50_ms, p99_ms, max_ms, speed)
+        return StepTimes(self.dtype, self.threads, step, kind, len(times_ms), p50_ms, p99_ms, max_ms, copies.gb_s)
 
     def close(self) -> None:
         self.streams.close()
@@ -174,6 +191,8 @@ class Steps:
 
 def _print(report: Report) -> None:
     print(f"{report.device}, torch {report.torch}, {report.model}")
+    for dtype, gb_s in report.idle_gb_s.items():
+        print(f"{dtype:9}copies while no step runs: {gb_s:.1f} GB/s")
     titles = f"{'':9}threads  {'step':15}{'copies':>7}{'steps':>7}{'median ms':>11}{'p99':>9}{'max':>9}{'GB/s':>7}"
     print(f"{titles}{'more, median':>15}{'p99':>7}")
     alone = report.times[0]
@@ -202,23 +221,24 @@ def main() -> None:
     except ModelProblem as problem:
         sys.exit(str(problem))
     prepare_cpu(1)
-    report = Report(device_name(cores), str(torch.__version__), Path(model).name, [])
+    report = Report(device_name(cores), str(torch.__version__), Path(model).name, {}, [])
     with torch.inference_mode():
         for dtype in arguments.dtype or KINDS:
             for threads in arguments.threads or sorted({max(1, cores - 1), cores}):
-                report.times += _measured(model, dtype, threads, str(cache / "kernels"), arguments.seconds)
+                _measure(report, model, dtype, threads, str(cache / "kernels"), arguments.seconds)
     _print(report)
     if arguments.json:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 
-def _measured(model: str, dtype: Elements, threads: int, code: str, seconds: float) -> list[StepTimes]:
+def _measure(report: Report, model: str, dtype: Elements, threads: int, code: str, seconds: float) -> None:
     affinity = os.sched_getaffinity(0)
     steps = Steps(model, dtype, threads, code)
-    times = [one for shape in steps.shapes for one in steps.measure(shape, seconds)]
+    report.idle_gb_s[dtype] = steps.idle_gb_s()
+    for shape in steps.shapes:
+        report.times += steps.measure(shape, seconds)
     steps.close()
     os.sched_setaffinity(0, affinity)
-    return times
 
 
 if __name__ == "__main__":

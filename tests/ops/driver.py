@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ class Driver:
         *,
         num_pages: int | list[int] = 64,
         slots: int = 8,
-        host_pool: bytearray | None = None,
+        host_pool: mmap.mmap | bytearray | None = None,
         warm_up_tokens: int = 0,
         streams: Streams | None = None,
         **start: object,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from ops.driver import Driver, Feed, read_config, ring_geometry, start_command
 from ops.slot_inits import SlotInit
 
+from headrace.ops import zeroed_memory
 from headrace.ops.device_worker import DeviceWorker
 from headrace.ops.wire import (
     Backup,
@@ -203,3 +208,45 @@ def test_an_idle_worker_makes_its_pool_real_bit_by_bit(small_model: Path, monkey
     assert slices > 2
     assert (driver.pool.pages[:, 3999] == 2).all()
     assert (driver.pool.pages[:, :3999] == 0).all()
+
+
+class HostFile:
+    """The host pool as a server makes it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.descriptor = os.memfd_create("host")
+        os.ftruncate(self.descriptor, size_bytes)
+        self.mapping = mmap.mmap(self.descriptor, size_bytes)
+
+    @property
+    def real_bytes(self) -> int:
+        return os.fstat(self.descriptor).st_blocks * 512
+
+
+@pytest.fixture
+def host_file() -> Iterator[HostFile]:
+    file = HostFile(2 << 20)
+    yield file
+    os.close(file.descriptor)
+
+
+def test_an_idle_worker_makes_the_host_pool_real_and_changes_none_of_it(small_model: Path, host_file: HostFile) -> None:
+    driver = Driver(small_model, host_pool=host_file.mapping, host_slot_bytes=1 << 14)
+    storage = mmap.mmap(host_file.descriptor, len(host_file.mapping))
+    storage[99] = storage[-1] = 7
+    assert host_file.real_bytes < len(storage)
+    while driver.worker.idle():
+        pass
+    assert host_file.real_bytes == len(storage)
+    assert np.flatnonzero(np.frombuffer(storage, np.uint8)).tolist() == [99, len(storage) - 1]
+
+
+def test_a_host_pool_that_cannot_be_made_real_is_left_as_it_is(
+    small_model: Path, host_file: HostFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a kernel does that does not know it.
+    monkeypatch.setattr(zeroed_memory, "_MADV_POPULATE_WRITE", 9999)
+    driver = Driver(small_model, host_pool=host_file.mapping, host_slot_bytes=1 << 14)
+    while driver.worker.idle():
+        pass
+    assert host_file.real_bytes == 0
