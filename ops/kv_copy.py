@@ -18,9 +18,10 @@ end    the mapping ends with the process
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -32,20 +33,29 @@ from headrace.ops.wire import I32, HostArea
 if TYPE_CHECKING:
     from headrace.ops.simd.program import Program
 
+RUN_BYTES: Final = 128 << 10
+"""Of a copy that is made beside steps, between two moments at which others may have its core: 20 µs. A kernel that is
+asked so lets a busy core's other threads run for 3 ms: where other programs had every core, twice over, copies went on
+with 70 MB/s, as much KV as two cores can compute. With 64 kB 36 MB/s, with 256 kB 120, and steps of two threads on two
+cores were delayed by twice as much."""
+
 CopyPages: TypeAlias = Callable[[Tensor, I32, Tensor, I32], None]
 """`(to, to_pages, source, source_pages)`: pools as `[pages, layers, elements]`, whose elements lie side by side, and
 int32 [n] page numbers in them, `to_pages` each once."""
 
 
-def copy_pages(to: Tensor, to_pages: I32, source: Tensor, source_pages: I32) -> None:
+def copy_pages(
+    to: Tensor, to_pages: I32, source: Tensor, source_pages: I32, after_layer: Callable[[], None] = lambda: None
+) -> None:
     """A `CopyPages`: the reference."""
     to_index, source_index = (torch.from_numpy(pages.astype(np.int64)) for pages in (to_pages, source_pages))
     for layer in range(to.shape[1]):
         to[:, layer].index_copy_(0, to_index, source[:, layer].index_select(0, source_index))
+        after_layer()
 
 
-def copy_pages_by(program: Program, gives_way: bool = False) -> CopyPages:
-    """A `CopyPages` of a program's threads. Who `gives_way` lets others have the core every few kB."""
+def copy_pages_by(program: Program, run_bytes: int = sys.maxsize) -> CopyPages:
+    """A `CopyPages` of a program's threads, which let others have their cores after each `run_bytes`."""
     from headrace.ops.simd.copies import Pages
 
     def addresses(pool: Tensor, pages: I32) -> Pages:
@@ -59,7 +69,7 @@ def copy_pages_by(program: Program, gives_way: bool = False) -> CopyPages:
             assert pages.dtype == np.int32 and pages.flags.c_contiguous
         size_bytes = elements * to.element_size()
         sides = addresses(to, to_pages), addresses(source, source_pages)
-        program.copy(len(to_pages), layers, size_bytes, *sides, gives_way)
+        program.copy(len(to_pages), layers, size_bytes, *sides, run_bytes)
 
     return copy
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.ops.kv_copy import copy_pages_by
+from headrace.ops.kv_copy import RUN_BYTES, copy_pages_by
 from headrace.ops.kv_pool import KvPool
 from headrace.ops.models.config import ModelConfig, Rope
 from headrace.ops.models.stored_weights import StoredWeights
@@ -69,7 +69,7 @@ class CompiledDecoder:
         self._program = Program(self._elements, kv, config.layers, threads)
         self.copy_pages = copy_pages_by(self._program)
         # Tables of its own, no layers, and no thread but its caller's.
-        self.back_up_pages = copy_pages_by(Program(self._elements, kv, layers=0, threads=1), gives_way=True)
+        self.back_up_pages = copy_pages_by(Program(self._elements, kv, layers=0, threads=1), RUN_BYTES)
         self._embedding = _filled(weights.read("token_embd.weight", weights.dtype), LANES).contiguous()
         self._rotaries: dict[Rope, Rotary] = {}
         for layer in range(config.layers):

@@ -6,6 +6,9 @@ The layer is Llama's (arXiv:2302.13971); what others have besides is there where
 
 from __future__ import annotations
 
+import os
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from headrace.ops.activation import gated
 from headrace.ops.attention import Scores
-from headrace.ops.kv_copy import copy_pages
+from headrace.ops.kv_copy import CopyPages, copy_pages
 from headrace.ops.linear import Linear, pack_linear
 from headrace.ops.models.config import ModelConfig
 from headrace.ops.models.stored_weights import StoredWeights
@@ -63,7 +66,8 @@ class Decoder:
     def __init__(self, weights: StoredWeights, config: ModelConfig, context_tokens: int) -> None:
         """`context_tokens`: the longest context that will be asked for."""
         self.config = config
-        self.copy_pages = self.back_up_pages = copy_pages
+        self.copy_pages: CopyPages = copy_pages
+        self.back_up_pages: CopyPages = partial(copy_pages, after_layer=os.sched_yield)
         self._embedding = weights.read("token_embd.weight", weights.dtype)
         self._layers = [DecoderLayer(weights, config, index) for index in range(config.layers)]
         self._norm = RmsNorm(weights.norm("output_norm"), config.norm_eps, weights.dtype)

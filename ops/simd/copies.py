@@ -89,14 +89,17 @@ def copy_block(to: int, source: int, size_bytes: int) -> None:
 
 @part
 def copy_phase(
-    member: Member, phase: int, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages, gives_way: int
+    member: Member, phase: int, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages, run_bytes: int
 ) -> None:
-    """Of so many pages, every layer's `size_bytes`. Who `gives_way` lets others have the core after each of them."""
+    """Of so many pages, every layer's `size_bytes`. Others may have the core after each `run_bytes`."""
+    copied = 0
     piece = claim(member, phase, pages * layers)
     while piece < pages * layers:
         page, layer = piece // layers, piece % layers
         copy_block(part_of(to, page, layer), part_of(source, page, layer), size_bytes)
-        if gives_way != 0:
+        copied += size_bytes
+        if copied >= run_bytes:
             give_way()
+            copied = 0
         piece = claim(member, phase, pages * layers)
     settle()

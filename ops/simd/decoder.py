@@ -497,7 +497,7 @@ def copy_part(member: Member, phase: int, step: Any) -> int:
     to = Pages(step[_S.TO_POOL], step[_S.TO_NUMBERS], step[_S.TO_PAGE_BYTES], step[_S.TO_LAYER_BYTES])
     source = Pages(step[_S.FROM_POOL], step[_S.FROM_NUMBERS], step[_S.FROM_PAGE_BYTES], step[_S.FROM_LAYER_BYTES])
     pages, layers, size_bytes = step[_S.COPY_PAGES], step[_S.COPY_LAYERS], step[_S.COPY_BYTES]
-    copy_phase(member, phase, pages, layers, size_bytes, to, source, step[_S.GIVES_WAY])
+    copy_phase(member, phase, pages, layers, size_bytes, to, source, step[_S.RUN_BYTES])
     return end_phase(member, phase)
 
 

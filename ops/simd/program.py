@@ -68,9 +68,9 @@ class Program:
         self.step[StepField.FIRST_LAYER], self.step[StepField.END_LAYER] = first, end
         self.run(job)
 
-    def copy(self, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages, gives_way: bool) -> None:
+    def copy(self, pages: int, layers: int, size_bytes: int, to: Pages, source: Pages, run_bytes: int) -> None:
         """Copy `size_bytes` in each layer of so many pages, on all threads."""
-        numbers = pages, layers, size_bytes, gives_way, *to, *source
+        numbers = pages, layers, size_bytes, run_bytes, *to, *source
         self.step[StepField.COPY_PAGES : StepField.FROM_LAYER_BYTES + 1] = numbers
         self.run(COPY)
 

@@ -116,8 +116,8 @@ class StepField(IntEnum):
     COPY_LAYERS = auto()
     COPY_BYTES = auto()
     """Of a page's part in one layer."""
-    GIVES_WAY = auto()
-    """1 where whoever waits for the core may have it after each part."""
+    RUN_BYTES = auto()
+    """Whoever waits for the core may have it after so many."""
     TO_POOL = auto()
     """Where pages go and where they come from: the fields of `copies.Pages`, in their order."""
     TO_NUMBERS = auto()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,15 +69,15 @@ def test_pages_come_back_as_they_went(dtype: torch.dtype) -> None:
     assert bits(pool.pages[:, [0, 3, 5]]) == bits(before[:, [0, 3, 5]])
 
 
-@pytest.fixture(scope="module", params=[(1, False), (3, False), (1, True)])
+@pytest.fixture(scope="module", params=[(1, sys.maxsize), (3, sys.maxsize), (1, 1000)])
 def compiled(request: pytest.FixtureRequest) -> Iterator[CopyPages]:
-    """By the threads of a program, which may give way."""
+    """By the threads of a program, which may let others have their cores."""
     prepare("float32", "float32", str(cache_folder(os.environ) / "kernels"), lambda done, total: None)
     from headrace.ops.simd.program import Program
 
-    threads, gives_way = request.param
+    threads, run_bytes = request.param
     program = Program("float32", "float32", 1, threads)
-    yield copy_pages_by(program, gives_way)
+    yield copy_pages_by(program, run_bytes)
     program.stop()
 
 
