@@ -1,7 +1,7 @@
 """The host tier: pages in the server's own (pinned) memory, and the copies that bring them there.
 
 in     published prefixes, by the write policy; acknowledgements of copies
-out    `Copy` after `Copy` to send to the device, each small enough not to delay a step; pages to write to storage
+out    `Copy` after `Copy` to send to the device; pages to write to storage
 state  the host pool, prefixes whose pages wait to be copied, copies under way, each with its number
 owner  `KvCache`; nothing else calls it
 ready  a host page is indexed, and so matchable, when its copy is acknowledged

@@ -72,6 +72,8 @@ async def test_ids_are_the_cold_ones_from_the_device_the_host_and_the_disk(
         await until(lambda: not tiered.engine.writing)
     async with tiered_engine(gemma_file, tmp_path / "kv", **SETTINGS) as tiered:
         for prompt, expected in zip(prompts[::-1], cold[::-1]):
+            # Copies that are being made hold their pages.
+            await until(lambda: not tiered.engine.writing)
             tiered.flush()
             ids, started = await tiered.ask(prompt, OUTPUTS)
             assert (ids, by_tier(started)) == (expected, (0, 0, (len(prompt) - 1) // 16 * 16))
