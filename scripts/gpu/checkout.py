@@ -1,7 +1,7 @@
 """The packages of this checkout, importable by a Python in which nothing of them is installed.
 
 `headrace.ops` is the folder `ops`. Of the packages that it needs, a machine with a GPU may lack two. Where msgspec is
-missing its structs are dataclasses, and messages between two processes of a check are pickled. Where xxhash is missing
+missing its structs are dataclasses, and messages between two processes of a check are JSON. Where xxhash is missing
 pages are named and verified by BLAKE2, which is slower: what is read from disk says so.
 """
 
@@ -12,12 +12,11 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-import pickle
 import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -31,7 +30,7 @@ def make_importable() -> list[str]:
     said = []
     if importlib.util.find_spec("msgspec") is None:
         sys.modules["msgspec"] = plain_msgspec()
-        said.append("msgspec is not installed: its structs are dataclasses in this run, and its messages are pickled")
+        said.append("msgspec is not installed: its structs are dataclasses in this run, and its messages JSON")
     if importlib.util.find_spec("xxhash") is None:
         sys.modules["xxhash"] = slow_xxhash()
         said.append("xxhash is not installed: pages are named and verified by BLAKE2 in this run")
@@ -42,6 +41,8 @@ class Struct:
     """msgspec's: a dataclass with the same options."""
 
     __struct_fields__: tuple[str, ...] = ()
+    kinds: ClassVar[dict[str, type[Struct]]] = {}
+    """By the names that messages bear."""
 
     def __init_subclass__(cls, *, frozen: bool = False, kw_only: bool = False, **encoding: object) -> None:
         for name, default in list(vars(cls).items()):
@@ -49,6 +50,30 @@ class Struct:
                 setattr(cls, name, dataclasses.field(default_factory=partial(copy.copy, default)))
         dataclasses.dataclass(cls, frozen=frozen, kw_only=kw_only)
         cls.__struct_fields__ = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+        Struct.kinds[_kind(cls)] = cls
+
+
+def _kind(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class Codec:
+    """msgspec's for messages: structs with the names of their classes. Tuples arrive as lists."""
+
+    def __init__(self, *kinds: object) -> None:
+        pass
+
+    def encode(self, message: object) -> bytes:
+        """→ JSON."""
+
+        def named(struct: Any) -> dict[str, Any]:
+            return {"struct": _kind(type(struct)), **{name: getattr(struct, name) for name in struct.__struct_fields__}}
+
+        return json.dumps(message, default=named).encode()
+
+    def decode(self, packet: bytes | memoryview) -> Any:
+        """What was encoded."""
+        return json.loads(bytes(packet), object_hook=lambda fields: Struct.kinds[fields.pop("struct")](**fields))
 
 
 def plain_msgspec() -> ModuleType:
@@ -56,16 +81,6 @@ def plain_msgspec() -> ModuleType:
 
     def values(struct: Any) -> tuple[Any, ...]:
         return tuple(getattr(struct, name) for name in struct.__struct_fields__)
-
-    class Codec:
-        def __init__(self, *kinds: object) -> None:
-            pass
-
-        def encode(self, message: object) -> bytes:
-            return pickle.dumps(message)
-
-        def decode(self, packet: bytes) -> Any:
-            return pickle.loads(packet)  # noqa: S301 - from the other process of the same check
 
     def to_json(struct: Any) -> bytes:
         return json.dumps(dataclasses.asdict(struct)).encode()

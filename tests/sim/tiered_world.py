@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +13,8 @@ from headrace.server.sim.judge import Watched
 from headrace.server.sim.virtual_loop import run
 from headrace.server.sim.world import World, WorldShape
 
+Policy = Literal["best_effort", "wait_complete", "timeout", "adaptive"]
+
 PROMPT = list(range(100, 137))
 PAGES = 9
 """Whole pages of it that can be matched."""
@@ -20,6 +22,10 @@ HOST = WorldShape(pages=24, host_pages=64, context_tokens=64)
 DISK = msgspec.structs.replace(
     HOST, storage_pages=400, prefetch=PrefetchOptions("wait_complete", threshold_tokens=4), token_us=200.0
 )
+
+
+def with_policy(shape: WorldShape, policy: Policy, **options: Any) -> WorldShape:
+    return msgspec.structs.replace(shape, prefetch=PrefetchOptions(policy, threshold_tokens=4, **options))
 
 
 def play(shape: WorldShape, scenario: Callable[[World], Coroutine[Any, Any, None]], seed: int = 0) -> World:
