@@ -267,6 +267,8 @@ class KvCache:
         self._pools.give_back(own, Owner.REQUEST, fence)
         for holding in holdings:
             del self._holdings[holding.handle]
+            if self._host is not None:
+                self._host.closed(holding.handle)
             if self.windows is not None:
                 self.windows.close(holding, fence)
             self._index.release(holding.lease, fence.after_step)
@@ -369,10 +371,9 @@ class KvCache:
         """Whether pages are on their way down: to the host, or to storage."""
         return self.copying or (self._writeback is not None and self._writeback.busy)
 
-    @property
-    def last_write(self) -> int:
-        """The number of what was last sent on its way down."""
-        return self._host.last_number if self._host is not None else 0
+    def hold_nothing_back(self) -> int:
+        """Of what is on its way down → the last number; when `oldest_write` is later, all of that has arrived."""
+        return self._host.hold_nothing_back() if self._host is not None else 0
 
     @property
     def oldest_write(self) -> int:

@@ -28,6 +28,9 @@ from headrace.ops.wire import I32
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 
+READING_SHARE: Final = 0.25
+"""Of the host, that copies of running requests' pages leave to what is read from storage: those are on the device, and
+so read by nobody, and stay as long as their request runs. They are made when it has ended."""
 NOTHING_PENDING: Final = 1 << 62
 """A number that is later than all."""
 
@@ -90,6 +93,10 @@ class HostTier:
         """By number, the oldest first."""
         self._numbers: dict[int, list[int]] = {}
         """Of each holding's published prefixes: two at most."""
+        self._running: set[int] = set()
+        """Holdings that have published and not been closed."""
+        self._wanted_number = 0
+        """Up to here no copy waits for its request to end."""
         self._under_way: dict[int, Copied] = {}
         self._transfers = 0
 
@@ -151,12 +158,22 @@ class HostTier:
         the third on, the second waits for the new step too."""
         if self.policy == "write_back":
             return
+        self._running.add(owner)
         numbers = self._numbers.setdefault(owner, [])
         if len(numbers) < 2:
             numbers.append(self.next_number())
         else:
             self._index.release(self._published[numbers[1]].lease, -1, touch=False)
         self._published[numbers[-1]] = _Waiting(self._index.lease_again(lease), step, key, numbers[-1], owner)
+
+    def hold_nothing_back(self) -> int:
+        """No copy of what has been published so far waits for its request to end; → the last number."""
+        self._wanted_number = self.last_number
+        return self.last_number
+
+    def closed(self, owner: int) -> None:
+        """The request lets go of its pages: what the host has of them may be evicted."""
+        self._running.discard(owner)
 
     def evict_after_copy(self, leases: list[Lease]) -> None:
         """Write-back: these paths (leased for this tier) are copied first and then let go."""
@@ -166,12 +183,14 @@ class HostTier:
         """The next copy to send, of `copy_pages` a group at most, ordered behind all that the device has been sent;
         None if nothing can be copied."""
         for queue in (self._evicting, self._begun):
-            while queue:
-                copy = self._begin(queue.popleft(), completed_step, copy_pages)
-                if copy is not None:
-                    return copy
+            for waiting in list(queue):
+                if not self._waits(waiting):
+                    queue.remove(waiting)
+                    copy = self._begin(waiting, completed_step, copy_pages)
+                    if copy is not None:
+                        return copy
         for waiting in list(self._published.values()):
-            if waiting.step <= completed_step:
+            if waiting.step <= completed_step and not self._waits(waiting):
                 self._forget_published(waiting)
                 copy = self._begin(waiting, completed_step, copy_pages)
                 if copy is not None:
@@ -220,11 +239,22 @@ class HostTier:
         if not self._numbers[waiting.owner]:
             del self._numbers[waiting.owner]
 
+    def _waits(self, waiting: _Waiting) -> bool:
+        return self._may_wait(waiting) and self._room_for(waiting) <= 0
+
+    def _may_wait(self, waiting: _Waiting) -> bool:
+        return waiting.owner in self._running and waiting.number > self._wanted_number
+
+    def _room_for(self, waiting: _Waiting) -> int:
+        """Pages per group that a copy of it may take."""
+        left = int(READING_SHARE * self.pool.num_pages) // self._groups if self._may_wait(waiting) else 0
+        return self.room_pages - left
+
     def _begin(self, waiting: _Waiting, completed_step: int, copy_pages: int) -> Copy | None:
         """Begin to copy what a path lacks, as much as one copy may; the rest comes next."""
         lease, evicts = waiting.lease, waiting.key is None
         min_hits = 0 if evicts else self._min_hits
-        most = min(copy_pages, self.room_pages)
+        most = min(copy_pages, self._room_for(waiting))
         spans, device = self._index.begin_backup(lease, completed_step, most, min_hits)
         count = device.shape[1]
         host = self.take(count) if count else None

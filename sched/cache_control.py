@@ -128,7 +128,7 @@ class CacheControl:
     async def settle(self, limit_s: float = SETTLE_S) -> bool:
         """Wait for what is on its way to the host or to storage now, and not for what follows; False when some of it
         still was after `limit_s`."""
-        last = self._cache.last_write
+        last = self._cache.hold_nothing_back()
         with self._one_more():
             return await self._until(lambda: self._cache.oldest_write > last, limit_s)
 

@@ -103,6 +103,36 @@ def test_b07_backups_complete_while_the_server_only_decodes() -> None:
     play(HOST, scenario)
 
 
+def test_b07_copies_of_what_runs_on_leave_a_quarter_of_the_host_to_what_is_read() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world)
+        await settled(world)
+        world.engine.flush_cache()
+        before = world.engine.status().copied_pages
+        other = world.submit([5] * 37, 27)
+        await world.until(lambda: len(other.ids) > 12)
+        assert world.engine.status().copied_pages - before == 9, "it has filled 12"
+        assert world.engine.status().host_pages_free == 3
+        watched = await ask(world, PROMPT[:13])
+        assert not other.ended.is_set() and cached(watched) == (0, 0, 12)
+        await other.ended.wait()
+        await settled(world)
+        assert world.engine.status().copied_pages - before == 12
+
+    play(msgspec.structs.replace(DISK, host_pages=12), scenario)
+
+
+def test_a_flush_waits_for_no_request_whose_copies_leave_room_to_what_is_read() -> None:
+    async def scenario(world: World) -> None:
+        other = world.submit([5] * 37, 27)
+        await world.until(lambda: len(other.ids) > 12)
+        assert world.engine.status().copied_pages == 9
+        assert await world.engine.control.settle()
+        assert not other.ended.is_set() and world.engine.status().copied_pages == 12
+
+    play(msgspec.structs.replace(HOST, host_pages=12), scenario)
+
+
 def test_b17_prompts_longer_than_a_chunk_are_backed_up_whole() -> None:
     async def scenario(world: World) -> None:
         await ask(world)
@@ -327,9 +357,9 @@ def test_b03_a_host_that_stays_short_of_room_declines_and_the_request_computes()
         await ask(world)
         await settled(world)
         world.engine.flush_cache()
-        # All of the host is leased by a request that runs on.
-        other = world.submit([5] * 37, 27)
-        await world.until(lambda: world.engine.status().host_pages_free == 0)
+        # A request that runs on leases all of the host that it may.
+        other = world.submit([5] * 29, 35)
+        await world.until(lambda: world.engine.status().host_pages_free == 2)
         watched = world.submit(PROMPT, 3)
         await watched.ended.wait()
         assert not other.ended.is_set() and cached(watched)[2] < PAGES * 4
