@@ -253,6 +253,7 @@ class Scheduler:
             request.order for request in self.prefilling
         )
         assert self.prefilling or not self._filling, "pages are promised by nobody"
+        assert len({id(request) for request in self._await_storage}) == len(self._await_storage)
         if self._windows is not None:
             self._windows.check()
 
@@ -357,9 +358,9 @@ class Scheduler:
             obstacle = self._try_admit(batch, request, step, budget)
             if obstacle:
                 request.waited_for = obstacle
-                request.wait_for(obstacle, self._now_s)
-                if obstacle == "storage":
+                if obstacle == "storage" and request.waits_for != "storage":
                     self._await_storage.append(request)
+                request.wait_for(obstacle, self._now_s)
                 if obstacle not in ("prefix", "storage", "mask"):
                     return
                 at += 1
