@@ -135,7 +135,7 @@ class Device:
             self._lost.set_result(reason)
 
     def begins_work(self) -> None:
-        """It was idle and has been given a step: its silence counts from now."""
+        """It was idle and has been given a step, or a copy: its silence counts from now."""
         self._last_sign_s = self._loop.time()
 
     async def _live(self) -> str:

@@ -423,6 +423,8 @@ class Engine:
         # that must be copied first, and where the host has no room for them, one more goes on without.
         if idle and not self._copying.order() and not self._launch() and not self._copying.order():
             self._launch()
+        if idle and not self._in_flight:
+            self._device.begins_work()  # a copy, if it has anything to do
 
     def _launch(self) -> bool:
         """Prepare a batch and send it as the next step; False if nothing can run."""
@@ -589,9 +591,10 @@ class Engine:
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             device, silent_s = self._device, self._device.silent_s
-            owes = len(self._in_flight) > self._sampling.waits
+            owes = len(self._in_flight) > self._sampling.waits or self._copying.under_way
             if owes and silent_s > self._options.step_timeout_s:
-                device.lose(f"the device has not completed step {self._in_flight[0].step} in {silent_s:.0f} s")
+                owed = f"completed step {self._in_flight[0].step}" if self._in_flight else "made a copy"
+                device.lose(f"the device has not {owed} in {silent_s:.0f} s")
             elif device.starting and silent_s > self._options.start_timeout_s:
                 device.lose(f"the device has made no progress ({device.message or 'starting'}) in {silent_s:.0f} s")
             await self._idle_check.check()

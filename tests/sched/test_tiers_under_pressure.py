@@ -164,3 +164,19 @@ def test_what_was_evicted_before_a_requests_turn_is_read_again_at_it() -> None:
         assert watched.started is not None and watched.started.prefetch_decision == "complete"
 
     play(msgspec.structs.replace(DISK, slots=1), scenario)
+
+
+def test_a_device_that_hangs_in_a_copy_is_started_again_though_no_step_can_run_until_then() -> None:
+    async def scenario(world: World) -> None:
+        await ask(world, list(range(100, 163)), 1)
+        assert world.engine.writing and not world.engine.in_flight
+        world.hang_device(3600.0)
+        began_s = asyncio.get_running_loop().time()
+        watched = await ask(world, list(range(300, 363)), 1)
+        assert watched.finished is not None and watched.finished.reason == "length"
+        assert world.engine.status().device_restarts == 1
+        assert asyncio.get_running_loop().time() - began_s < 4 * world.shape.step_timeout_s
+
+    # The second request needs pages that only the copy keeps.
+    shape = msgspec.structs.replace(HOST, pages=18, copy_pages=1, copy_page_us=20_000.0)
+    play(shape, scenario)
