@@ -111,17 +111,16 @@ class CopyThread(Unseen):
             self._thread.join()
 
     def _do_work(self) -> None:
-        os.sched_setaffinity(threading.get_native_id(), self._cores)
-        # Both are a thread's own: torch would start a team for this one, and refuse to write to the pools.
-        torch.set_num_threads(1)
-        with torch.inference_mode():
-            while True:
-                work = self._work.get()
-                self._may_begin.wait()
-                if self._closed:
-                    return
-                try:
+        try:
+            os.sched_setaffinity(threading.get_native_id(), self._cores)
+            # Both are a thread's own: torch would start a team for this one, and refuse to write to the pools.
+            torch.set_num_threads(1)
+            with torch.inference_mode():
+                while True:
+                    work = self._work.get()
+                    self._may_begin.wait()
+                    if self._closed:
+                        return
                     work()
-                except Exception as problem:
-                    self.problem = problem
-                    return
+        except Exception as problem:
+            self.problem = problem

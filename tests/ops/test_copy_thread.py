@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,20 @@ def test_what_work_raises_reaches_whoever_asks_and_nothing_behind_it_is_done(cop
         until(after)
     assert before.query(), "it was done before"
     assert not done
+
+
+def test_a_thread_that_cannot_begin_is_told_and_not_waited_for(
+    copies: CopyThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: int, cores: object) -> None:
+        raise OSError(f"thread {thread} may run on none of {cores}")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    event = copies.record()
+    deadline_s = time.monotonic() + DEADLINE_S
+    with pytest.raises(OSError, match="may run on none"):
+        while time.monotonic() < deadline_s:
+            event.query()
 
 
 def test_while_it_is_held_nothing_begins(copies: CopyThread) -> None:
