@@ -86,9 +86,17 @@ class CostModel:
         far_chunk = max(deep, key=lambda cost: cost.prefill_tokens, default=None)
         self.pair_ms = 0.0
         if far_chunk is not None:
-            tokens = far_chunk.prefill_tokens
-            attention_ms = self._rest(far_chunk) - self.token_ms * tokens
-            self.pair_ms = max(0.0, attention_ms / (tokens * (far_chunk.context_tokens + tokens)))
+            tokens, far_tokens = far_chunk.prefill_tokens, far_chunk.context_tokens
+            # Beside as large a chunk: in a far larger one each token has as many before it as in this, on average.
+            beside = next((cost for cost in fresh if cost.prefill_tokens == tokens), None)
+            if beside is not None:
+                attention_ms, pairs = far_chunk.step_ms - beside.step_ms, tokens * (far_tokens - beside.context_tokens)
+            else:
+                attention_ms, pairs = self._rest(far_chunk) - self.token_ms * tokens, tokens * (far_tokens + tokens)
+            self.pair_ms = max(0.0, attention_ms / pairs)
+        for cost in fresh[-1:]:
+            # Its tokens look at half of it, on average.
+            self.token_ms = max(0.0, self.token_ms - self.pair_ms * cost.prefill_tokens / 2)
         self._decode_factor = self._mixed_factor = self._slow_factor = 1.0
 
     def predict_ms(self, work: StepWork) -> float:
