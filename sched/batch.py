@@ -125,7 +125,7 @@ class ScheduleBatch:
             return False
         self._bytes, self._sizes = size, tuple(map(add, self._sizes, more))
         self.chunks.append(chunk)
-        self.prefill_pairs += tokens * chunk.end
+        self.prefill_pairs += tokens * chunk.end - tokens * tokens // 2
         if init is not None:
             self.entered.append(request)
             self.inits.append(init)

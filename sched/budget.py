@@ -48,7 +48,7 @@ class StepWork(NamedTuple):
     """Whose KV is read for them: the sum of their contexts, or fewer where they share pages."""
     prefill_tokens: int = 0
     prefill_pairs: int = 0
-    """The sum over chunks of tokens x context at their end."""
+    """The sum over chunks of tokens x context in their middle: what their attention looks at."""
 
 
 class CostModel:
@@ -92,7 +92,7 @@ class CostModel:
             if beside is not None:
                 attention_ms, pairs = far_chunk.step_ms - beside.step_ms, tokens * (far_tokens - beside.context_tokens)
             else:
-                attention_ms, pairs = self._rest(far_chunk) - self.token_ms * tokens, tokens * (far_tokens + tokens)
+                attention_ms, pairs = self._rest(far_chunk) - self.token_ms * tokens, tokens * (far_tokens + tokens / 2)
             self.pair_ms = max(0.0, attention_ms / pairs)
         for cost in fresh[-1:]:
             # Its tokens look at half of it, on average.
@@ -183,17 +183,17 @@ class StepBudget:
         """A chunk of the step has so many tokens behind such a context."""
         self._tokens -= tokens
         self._least -= tokens
-        self._room_ms -= tokens * (self._token_ms + self._pair_ms * (context_tokens + tokens))
+        self._room_ms -= tokens * (self._token_ms + self._pair_ms * (context_tokens + tokens / 2))
 
     def _fitting(self, context_tokens: int) -> int:
-        """The largest n with `n x token + n x (context + n) x pair` within what is left."""
+        """The largest n with `n x token + n x (context + n / 2) x pair` within what is left."""
         if self._room_ms <= 0.0:
             return 0
         linear_ms = self._token_ms + self._pair_ms * context_tokens
         if linear_ms <= 0.0 or math.isinf(self._room_ms):
             return self._tokens
         # The root of the quadratic, in the form that needs no division by `pair`.
-        return int(2 * self._room_ms / (linear_ms + math.sqrt(linear_ms**2 + 4 * self._pair_ms * self._room_ms)))
+        return int(2 * self._room_ms / (linear_ms + math.sqrt(linear_ms**2 + 2 * self._pair_ms * self._room_ms)))
 
 
 class OutputForecast:

@@ -32,7 +32,7 @@ class RecordedStep(msgspec.Struct, frozen=True):
     """Sum of the decode rows' contexts."""
     prefill_tokens: int
     prefill_pairs: int
-    """Sum over chunks of tokens x context at their end."""
+    """Sum over chunks of tokens x context in their middle."""
     ms: float
     """Of the device."""
     since_last_ms: float = -1.0

@@ -56,7 +56,7 @@ def work_of(batch: ForwardBatch) -> StepWork:
         decode_rows=rows,
         kv_tokens=int(contexts[:rows].sum()),
         prefill_tokens=batch.counts.tokens - rows,
-        prefill_pairs=int((tokens[rows:] * contexts[rows:]).sum()),
+        prefill_pairs=int((tokens[rows:] * contexts[rows:] - tokens[rows:] ** 2 // 2).sum()),
         attended=attended,
         context_tokens=int(contexts.sum()),
         samples=batch.counts.samples,

@@ -93,8 +93,8 @@ def test_b28_a_step_is_never_expected_to_take_longer_than_its_target_and_one_pag
         chunk = min(wanted, budget.tokens(context))
         assert 0 <= chunk <= most - tokens
         budget.spend(chunk, context)
-        tokens, pairs = tokens + chunk, pairs + chunk * (context + chunk)
-        floor_ms = max(floor_ms, costs.predict_ms(StepWork(rows, 0, page, page * (context + page))))
+        tokens, pairs = tokens + chunk, pairs + chunk * (2 * context + chunk) // 2
+        floor_ms = max(floor_ms, costs.predict_ms(StepWork(rows, 0, page, page * (2 * context + page) // 2)))
     assert (
         costs.predict_ms(StepWork(rows, 0, tokens, pairs))
         <= max(target_ms if rows else max(target_ms, 500.0), floor_ms) + 1e-6
@@ -108,7 +108,7 @@ def test_a_target_that_was_asked_for_is_exceeded_by_few_steps_however_unevenly_t
     tokens: list[int] = []
     for _ in range(3000):
         chunk = costs.budget(StepWork(4), 100.0, 2048, 16, promised=True).tokens(500)
-        work = StepWork(4, 0, chunk, chunk * (500 + chunk))
+        work = StepWork(4, 0, chunk, chunk * (1000 + chunk) // 2)
         ms = CostModel(COSTS).predict_ms(work) * 1.3 * math.exp(rng.gauss(0.0, noise))
         costs.observe(work, ms)
         took.append(ms)

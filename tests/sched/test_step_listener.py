@@ -24,7 +24,7 @@ def told() -> list[tuple[LaunchedStep, float, float]]:
 def test_every_step_is_told_with_what_was_in_it() -> None:
     chunks = [step for step, _, _ in told() if step.prefill_tokens]
     decodes = [step for step, _, _ in told() if step.decode_rows]
-    assert [(step.prefill_tokens, step.prefill_pairs) for step in chunks] == [(8, 64), (8, 128), (4, 80)]
+    assert [(step.prefill_tokens, step.prefill_pairs) for step in chunks] == [(8, 32), (8, 96), (4, 72)]
     assert [step.kv_tokens for step in decodes[:5]] == [21, 22, 23, 24, 25]
 
 

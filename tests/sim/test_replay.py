@@ -80,9 +80,11 @@ def test_b20_adaptive_waits_for_a_disk_that_is_quicker_than_computing_though_its
 ) -> None:
     never, waits = run(prefetch_policy="best_effort"), run(prefetch_policy="wait_complete")
     assert usual.hit_ratio.storage > 2 * never.hit_ratio.storage
-    # Of two that are as quick in the mean, it is the one with the short tail.
     assert usual.ttft_ms.mean < min(never.ttft_ms.mean, 1.1 * waits.ttft_ms.mean)
-    assert usual.ttft_ms.p99 < 0.9 * min(never.ttft_ms.p99, waits.ttft_ms.p99)
+    # Of two that are as quick in the mean, it is the one with the short tail; with one seed, that is one request.
+    other, other_waits = run(seed=1), run(seed=1, prefetch_policy="wait_complete")
+    slowest = max(usual.ttft_ms.p99, other.ttft_ms.p99)
+    assert slowest < 0.9 * min(never.ttft_ms.p99, max(waits.ttft_ms.p99, other_waits.ttft_ms.p99))
 
 
 def test_a_disk_that_only_writes_slowly_is_given_less_and_not_taken_for_one_that_hangs() -> None:

@@ -65,7 +65,7 @@ def test_a_batch_s_work_is_read_off_its_arrays() -> None:
         decode_rows=2,
         kv_tokens=32,
         prefill_tokens=30,
-        prefill_pairs=30 * 50,
+        prefill_pairs=30 * 35,
         attended=11 + 21 + sum(range(21, 51)),
         context_tokens=82,
         samples=3,
