@@ -92,7 +92,8 @@ class CostModel:
             if beside is not None:
                 attention_ms, pairs = far_chunk.step_ms - beside.step_ms, tokens * (far_tokens - beside.context_tokens)
             else:
-                attention_ms, pairs = self._rest(far_chunk) - self.token_ms * tokens, tokens * (far_tokens + tokens / 2)
+                attention_ms = self._rest(far_chunk) - self.token_ms * tokens
+                pairs = tokens * (2 * far_tokens + tokens) // 2
             self.pair_ms = max(0.0, attention_ms / pairs)
         for cost in fresh[-1:]:
             # Its tokens look at half of it, on average.
