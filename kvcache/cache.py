@@ -37,7 +37,7 @@ from headrace.kvcache.pins import Pins
 from headrace.kvcache.pool import EVICTED_SHARE, PINNED_SHARE, Fence, Owner, PagePool, Pools
 from headrace.kvcache.prefetch import Prefetch, PrefetchOptions, PrefetchPolicy, PrefillMs
 from headrace.kvcache.radix import RadixIndex
-from headrace.kvcache.radix_nodes import Dropped, Lease, held_alone, path_of
+from headrace.kvcache.radix_nodes import Dropped, Lease, held_alone, held_by_these, path_of
 from headrace.kvcache.read_ahead import PrefetchCounts, Prefetcher
 from headrace.kvcache.storage.client import StorageClient
 from headrace.kvcache.window_copies import WindowCopies
@@ -133,10 +133,8 @@ class KvCache:
 
     @property
     def available_pages(self) -> int:
-        """Device pages that are free, or will be without taking anything from a request."""
-        evictable = self._index.evictable_device_pages
-        if self._host is not None:
-            evictable += self._host.returning_pages
+        """Device pages that are free, or will be without taking anything from a request, once copies have been made."""
+        evictable = self._index.evictable_device_pages + held_by_these(self._copy_leases)
         return min(pool.free_pages + pool.fenced_pages for pool in self._pools) + evictable
 
     def peek(self, key: PrefixKey) -> int:
@@ -530,10 +528,7 @@ class KvCache:
     def checking(self) -> Iterator[None]:
         """The check of all pages and leases in steps of about 0.2 ms, for a loop that has other things to do; nothing
         may change before the last. Raises AssertionError."""
-        copies = self._host.leases if self._host is not None else []
-        if self._window_copies is not None:
-            copies = [*copies, *self._window_copies.leases]
-        holdings, others = list(self._holdings.values()), [*copies, *self.pins.leases]
+        holdings, others = list(self._holdings.values()), [*self._copy_leases, *self.pins.leases]
         reads = self._prefetcher.transferring if self._prefetcher is not None else []
         return check_cache(self._index, self._pools, self._host, self.windows, holdings, others, reads)
 
@@ -541,6 +536,11 @@ class KvCache:
         """Raise AssertionError unless every page has exactly one owner and every lease is counted (invariant 1)."""
         for _ in self.checking():
             pass
+
+    @property
+    def _copy_leases(self) -> list[Lease]:
+        """Of copies to the host that wait or are under way."""
+        return [lease for tier in (self._host, self._window_copies) if tier is not None for lease in tier.leases]
 
     def _matchable_pages(self, key: PrefixKey, compute_from: int | None = None) -> int:
         most = key.length - 1 if compute_from is None else min(key.length - 1, compute_from)

@@ -23,7 +23,7 @@ from headrace.kvcache.host_pool import HostPool
 from headrace.kvcache.identity import PrefixKey
 from headrace.kvcache.pool import Fence, Owner
 from headrace.kvcache.radix import RadixIndex
-from headrace.kvcache.radix_nodes import Dropped, Lease, Node, Span
+from headrace.kvcache.radix_nodes import Dropped, Lease, Span, held_by_these
 from headrace.ops.wire import I32
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
@@ -102,15 +102,8 @@ class HostTier:
 
     @property
     def returning_pages(self) -> int:
-        """Device pages that nothing but a copy holds: evictable when it is acknowledged, or given up."""
-        leases, crossing = self.leases, dict[Node, int]()
-        for lease in leases:
-            node: Node | None = lease.node
-            # Towards the root a node has more leases, never fewer: from some point on requests hold it too.
-            while node is not None and node.leases <= len(leases):
-                crossing[node] = crossing.get(node, 0) + 1
-                node = node.parent
-        return sum(node.num_device for node, count in crossing.items() if count == node.leases)
+        """Device pages that nothing but a copy of this tier holds: evictable when it is acknowledged, or given up."""
+        return held_by_these(self.leases)
 
     @property
     def leases(self) -> list[Lease]:

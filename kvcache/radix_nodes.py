@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -121,6 +121,18 @@ def held_alone(lease: Lease) -> int:
         pages += node.num_device
         node = node.parent
     return pages
+
+
+def held_by_these(leases: Sequence[Lease]) -> int:
+    """Device pages of the leases' paths that no other lease is on."""
+    crossing: dict[Node, int] = {}
+    for lease in leases:
+        node: Node | None = lease.node
+        # Towards the root a node has more leases, never fewer: from some point on others hold it too.
+        while node is not None and node.leases <= len(leases):
+            crossing[node] = crossing.get(node, 0) + 1
+            node = node.parent
+    return sum(node.num_device for node, count in crossing.items() if count == node.leases)
 
 
 class Kept:

@@ -268,3 +268,17 @@ def test_a_window_that_the_host_has_no_room_for_is_copied_once_and_no_page_again
         assert copies < 100, "a page goes round and round"
     assert not cache.copying
     cache.check_integrity()
+
+
+def test_pages_that_only_copies_hold_count_as_available_until_the_last_of_them_is_made() -> None:
+    cache = KvCache(LAYOUT, [16, 16], host_pages=64, window_host_pages=[16])
+    run_through(cache, key(*range(33)), 0)
+    copies = []
+    while (copy := cache.next_copy(1)) is not None:
+        copies.append(copy)
+        assert cache.available_pages == 16
+    assert {copy.first_group for copy in copies} == {0, 1}
+    for copy in copies:
+        cache.copied(copy.transfer)
+        assert cache.available_pages == 16
+    cache.check_integrity()
