@@ -86,16 +86,21 @@ def requests_for(
     return Requests(runner, ring, pages), weights.size_bytes
 
 
-def _measure(
-    report: Report, device: Device, requests: Requests, rows: int, context: int, floor_ms: float, overlap: bool
-) -> None:
+def begin_decoding(requests: Requests, rows: int, context: int) -> list[Feed]:
+    """→ what a step of these rows launches. Before it slots are begun and tables edited, which no decode step does."""
     for slot in range(rows):
         requests.begin(slot, context)
     feeds = [Feed(slot) for slot in range(rows)]
-    # Begins the slots and edits their tables, which a decode step doesn't.
     requests.launch([Feed(slot, [slot % 100]) for slot in range(rows)])
     requests.launch(feeds)
     requests.finish()
+    return feeds
+
+
+def _measure(
+    report: Report, device: Device, requests: Requests, rows: int, context: int, floor_ms: float, overlap: bool
+) -> None:
+    feeds = begin_decoding(requests, rows, context)
     steps: list[Sampled] = []
     host_ms = []
     for _ in range(device.size(STEPS, 3)):

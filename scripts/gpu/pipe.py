@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from gpu.decode import AIM, CONTEXT, STEPS, empty_step_us, model_of
+from gpu.decode import AIM, CONTEXT, STEPS, begin_decoding, empty_step_us, model_of
 from gpu.random_model import RING_SLOTS, start_of
 from gpu.report import Report
-from gpu.requests import Feed, Requests
+from gpu.requests import Requests
 from gpu.timing import Device
 
 from headrace.ops.runner import BackedUp, CopyTime, Sampled
@@ -75,12 +75,7 @@ def run(report: Report, options: argparse.Namespace) -> None:
 
 def _decode(requests: Requests, rows: int, context: int, steps: int) -> float:
     """ms a step, two under way."""
-    for slot in range(rows):
-        requests.begin(slot, context)
-    feeds = [Feed(slot) for slot in range(rows)]
-    requests.launch([Feed(slot, [slot % 100]) for slot in range(rows)])
-    requests.launch(feeds)
-    requests.finish()
+    feeds = begin_decoding(requests, rows, context)
     began = time.perf_counter()
     for _ in range(steps):
         requests.launch(feeds)
